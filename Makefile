@@ -112,8 +112,23 @@ chromium:
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
 			chromium > /dev/null; }
 
+AXE := build/axe/package/axe.min.js
+AXE_SHA512 := 1477dafa598d8d065f273d6af302aa203c02e83131707b7fa648cd41bd3d6b734f8c22a0dab86ee6a6f64b8afbe804b214d36db85a2826965edfb3a0b9d546b5
+$(AXE):
+	@command -v npm > /dev/null || { \
+		echo "installing npm, which brings axe-core (the page's accessibility checks)"; \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+			npm > /dev/null; }
+	@mkdir -p build/axe && cd build/axe && npm pack --silent axe-core@4.14.1 > /dev/null && \
+		echo "$(AXE_SHA512)  axe-core-4.14.1.tgz" | sha512sum --quiet -c && tar -xzf axe-core-4.14.1.tgz && \
+		touch package/axe.min.js
+
+.PHONY: e2e-face
+e2e-face: $(DEV) chromium $(AXE) ## the pages in a real browser: figures, kills, accessibility, size
+	$(BIN)/python -m pytest -q tests/e2e/test_dashboard.py tests/e2e/test_python_page.py tests/e2e/test_site.py
+
 .PHONY: e2e-local
-e2e-local: $(DEV) sshd bubblewrap chromium ## the CLI from launch to down, with real kills
+e2e-local: $(DEV) sshd bubblewrap chromium $(AXE) ## the CLI from launch to down, with real kills
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "e2e and not soak" tests
 
 .PHONY: cloudlab

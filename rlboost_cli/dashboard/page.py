@@ -11,6 +11,7 @@ from typing import Any
 from rlboost_cli.dashboard.data import encoded
 
 STYLES = ("vendor/uPlot.min.css", "app.css")
+LIST_SCRIPT = "runs.js"
 SCRIPTS = ("vendor/uPlot.iife.min.js", "vendor/htm-preact.umd.js", "app.js")
 SERVED_POLICY = (
     "default-src 'self'; img-src data:; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
@@ -69,10 +70,10 @@ def runs_page(rows: list[dict[str, Any]]) -> str:
     head = "<tr>" + "".join(f'<th scope="col">{title}</th>' for title in titles) + "</tr>"
     body = f"<table><thead>{head}</thead><tbody>{lines}</tbody></table>" if rows else "<p>No runs yet.</p>"
     styles = "".join(f'<link rel="stylesheet" href="/static/{name}">\n' for name in STYLES)
-    refresh = '<meta http-equiv="refresh" content="5">\n'
     compare = '<p><a href="/compare">Compare runs</a></p>' if len(rows) > 1 else ""
     main = f"<body><main><h1>RLBoost runs</h1><section>{body}{compare}</section></main>\n"
-    return _head("RLBoost runs") + refresh + styles + "</head>\n" + main + _END
+    script = f'<script src="/static/{LIST_SCRIPT}" defer></script>\n'
+    return _head("RLBoost runs") + styles + script + "</head>\n" + main + _END
 
 
 def _row(row: dict[str, Any]) -> str:

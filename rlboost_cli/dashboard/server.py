@@ -24,7 +24,15 @@ from urllib.parse import parse_qs, urlsplit
 from msgspec import to_builtins
 
 from rlboost_cli.dashboard.data import MAX_SAMPLES, encoded, run_data
-from rlboost_cli.dashboard.page import SCRIPTS, SERVED_POLICY, STYLES, asset, runs_page, served_page
+from rlboost_cli.dashboard.page import (
+    LIST_SCRIPT,
+    SCRIPTS,
+    SERVED_POLICY,
+    STYLES,
+    asset,
+    runs_page,
+    served_page,
+)
 from rlboost_cli.runs.compare import compare_runs
 from rlboost_cli.runs.files import Tail, log_names, sample_rows
 from rlboost_cli.runs.refresh import look_at
@@ -158,7 +166,7 @@ class _Handler(BaseHTTPRequestHandler):
             case [""]:
                 shown = {run.name for run in self.server.shown()}
                 self._send_page(runs_page([row for row in runs_table() if row["run"] in shown]))
-            case ["static", *rest] if "/".join(rest) in {*STYLES, *SCRIPTS}:
+            case ["static", *rest] if "/".join(rest) in {*STYLES, *SCRIPTS, LIST_SCRIPT}:
                 name = "/".join(rest)
                 self._send(HTTPStatus.OK, _TYPES[name.rpartition(".")[2]], asset(name).encode())
             case ["compare"]:

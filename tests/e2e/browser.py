@@ -57,6 +57,36 @@ class Page:
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
 
+    def run(self, expression: str) -> Any:
+        """Return the JSON value that a promise comes to."""
+        result = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
+        assert "exceptionDetails" not in result, result
+        return result["result"].get("value")
+
+    def show(self, width: int, height: int, *, is_dark: bool = False) -> None:
+        """Give the page a size and a theme."""
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}
+        self.call("Emulation.setEmulatedMedia", features=[scheme])
+        time.sleep(0.3)  # charts are drawn anew
+
+    def press(self, key: str) -> None:
+        """Press a key, such as Tab or Enter."""
+        text = {"Enter": "\r"}.get(key, "")
+        for kind in ("keyDown", "keyUp"):
+            code = {"Tab": 9, "Enter": 13}[key]
+            self.call(
+                "Input.dispatchKeyEvent",
+                type=kind, key=key, code=key, windowsVirtualKeyCode=code,
+                text=text if kind == "keyDown" else "",
+            )  # fmt: skip
+
     def wait(self, expression: str, timeout_s: float) -> float:
         """Wait until the expression is true; return the seconds that it took."""
         started = time.monotonic()
@@ -71,16 +101,7 @@ class Page:
 
     def picture(self, path: Path, width: int, height: int, *, is_dark: bool = False) -> None:
         """Write a PNG of the page's first `height` pixels."""
-        self.call(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            deviceScaleFactor=1,
-            mobile=False,
-        )
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}
-        self.call("Emulation.setEmulatedMedia", features=[scheme])
-        time.sleep(0.3)  # charts are drawn anew
+        self.show(width, height, is_dark=is_dark)
         path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
 
     def _note(self, method: str, parameters: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -24,6 +25,15 @@ TILES = (
     ".map(tile => [tile.children[0].innerText, tile.children[1].innerText]))"
 )
 PAINTED = "performance.getEntriesByName('first-contentful-paint')[0].startTime"
+AXE = Path(__file__).parents[2] / "build" / "axe" / "package" / "axe.min.js"
+VIOLATIONS = (
+    "axe.run().then(found => found.violations.map("
+    "one => [one.id, one.impact, one.nodes.map(node => node.html.slice(0, 120))]))"
+)
+CONTROLS = (
+    "[...document.querySelectorAll('a[href], button, input, select, summary, [tabindex=\"0\"]')]"
+    ".filter(e => !e.disabled && e.checkVisibility())"
+)
 UNNAMED = (
     "[...document.querySelectorAll('button, input, select, svg[role=img], [role=region]')]"
     ".filter(e => !(e.innerText || e.getAttribute('aria-label') || e.closest('label')?.innerText)).length"
@@ -63,6 +73,50 @@ def test_the_page_on_the_head_survives_kills_of_itself_and_of_the_coordinator(cl
         assert page.evaluate("location.href").startswith(address.partition("?")[0])
     launched.communicate(timeout=PATIENCE * 120)
     assert launched.returncode == 0
+
+
+def test_the_pages_are_accessible(cli: Cli) -> None:
+    """By axe-core, with every rule of WCAG 2.2 AA and its best practices, in both themes and two widths."""
+    cli("launch", cli.job("face", algorithm={"steps": 2}), "--yes")
+    cli("launch", cli.job("other", algorithm={"steps": 2}), "--yes")
+    cli("report", "face", "-o", report := cli.home / "face.html")
+    with dashboard(cli) as address, browser.page() as page:
+        host, _, key = address.partition("?")
+        pages = {
+            "": "!!document.querySelector('table')",
+            "runs/face/": "!!document.querySelector('.tile')",
+            "compare": "!!document.querySelector('input')",
+        }
+        found: dict[tuple[str, int, bool], Any] = {}
+        shown = [(f"{host}{path}?{key}", ready) for path, ready in pages.items()]
+        for url, ready in [*shown, (f"file://{report}", pages["runs/face/"])]:
+            for width in (1440, 390):
+                for is_dark in (False, True):
+                    page.open(url)
+                    page.wait(ready, PATIENCE * 5)
+                    page.show(width, 1400, is_dark=is_dark)
+                    page.evaluate(AXE.read_text())
+                    if violated := page.run(VIOLATIONS):
+                        found[url.partition("?")[0], width, is_dark] = violated
+    assert not found
+
+
+def test_the_page_is_used_without_a_mouse(cli: Cli) -> None:
+    cli("launch", cli.job("face", algorithm={"steps": 2}), "--yes")
+    with dashboard(cli, "face") as address, browser.page() as page:
+        page.open(address)
+        page.wait("!!document.querySelector('.tile')", PATIENCE * 5)
+        wanted = page.evaluate(f"{CONTROLS}.length")
+        seen = set()
+        for _ in range(wanted + 5):
+            page.press("Tab")
+            seen.add(page.evaluate(f"{CONTROLS}.indexOf(document.activeElement)"))
+        missed = [page.evaluate(f"{CONTROLS}[{i}].outerHTML") for i in range(wanted) if i not in seen]
+        assert missed == [], "Tab reaches every control"
+        assert wanted > 5
+        page.evaluate("document.querySelector('summary').focus()")
+        page.press("Enter")
+        assert page.evaluate("document.querySelector('details').open")
 
 
 def kill(run: RunFolder, role: str) -> None:

@@ -221,7 +221,7 @@
     const newest = found.slice(-60).reverse();
     return html`<${Section} title="Samples"><div class="row"><label class="grow">Search in prompts and responses <input type="search" value=${text} onInput=${(e) => setText(e.target.value)} /></label>
       <span class="dim" role="status">${problem || `${found.length} found, newest ${newest.length} shown`}</span></div>
-      <${Scroll} label="Samples">${newest.map((each, i) => html`<div class="sample" key=${each.step + "/" + i}><span class="dim">step ${each.step}, reward ${number(each.reward)}, ${whole(each.tokens)} tokens, ${each.finish_reason}</span>
+      <${Scroll} label="List of samples">${newest.map((each, i) => html`<div class="sample" key=${each.step + "/" + i}><span class="dim">step ${each.step}, reward ${number(each.reward)}, ${whole(each.tokens)} tokens, ${each.finish_reason}</span>
         <pre>${each.prompt}</pre><pre>${each.response}</pre></div>`)}<//><//>`;
   }
 
@@ -229,7 +229,7 @@
     const [text, setText] = useState("");
     const found = events.filter((each) => each.text.toLowerCase().includes(text.toLowerCase())).slice(-300).reverse();
     return html`<${Section} title="Events"><div class="row"><label class="grow">Filter <input type="search" value=${text} onInput=${(e) => setText(e.target.value)} /></label></div>
-      <${Scroll} label="Events"><table><tbody>${found.map((each, i) => html`<tr key=${each.at + "/" + i}><td class="dim">${clock(each.at)}</td><td class="wrap">${each.text}</td></tr>`)}</tbody></table><//><//>`;
+      <${Scroll} label="List of events"><table><tbody>${found.map((each, i) => html`<tr key=${each.at + "/" + i}><td class="dim">${clock(each.at)}</td><td class="wrap">${each.text}</td></tr>`)}</tbody></table><//><//>`;
   }
 
   function Logs() {
@@ -292,7 +292,7 @@
       ${found && html`<${Section} title="Curves"><div class="row"><label>Over <select value=${by} onChange=${(e) => setBy(e.target.value)}>
           ${Object.entries(AXES).map(([axis, words]) => html`<option key=${axis} value=${axis}>${words}</option>`)}</select></label></div>
         <div class="charts">${curve("reward_mean", "Mean reward of a step.")}${curve("eval_reward_mean", "Mean reward on held-out prompts.")}</div><//>
-      <${Section} title="At the same point"><${Scroll} label="At the same point"><table><thead><tr>${["At the same", "Run", "Step", "Reward", "Tokens", "Time", "Spent"].map((each) => html`<th scope="col" key=${each}>${each}</th>`)}</tr></thead>
+      <${Section} title="At the same point"><${Scroll} label="Table of the runs at the same point"><table><thead><tr>${["At the same", "Run", "Step", "Reward", "Tokens", "Time", "Spent"].map((each) => html`<th scope="col" key=${each}>${each}</th>`)}</tr></thead>
         <tbody>${Object.entries(found.same).flatMap(([axis, point]) => Object.entries(point.runs).map(([run, at]) => html`<tr key=${axis + run}><td>${AXES[axis]}: ${number(point.at, 6)}</td><td>${run}</td>
           ${cells(at).map((each, i) => html`<td key=${i}>${each}</td>`)}</tr>`))}</tbody></table><//><//>
       <${Section} title="Changed fields of the job"><${Scroll} label="Changed fields"><table><thead><tr><th scope="col">Field</th>${found.runs.map((run) => html`<th scope="col" key=${run.run}>${run.run}</th>`)}</tr></thead>
