@@ -33,6 +33,7 @@ from rlboost_cli.dashboard.page import (
     runs_page,
     served_page,
 )
+from rlboost_cli.dashboard.what_if import WhatIf
 from rlboost_cli.runs.compare import compare_runs
 from rlboost_cli.runs.files import Tail, log_names, sample_rows
 from rlboost_cli.runs.refresh import look_at
@@ -58,15 +59,26 @@ class _Reading:
     run: RunFolder
     lock: threading.Lock = field(default_factory=threading.Lock)
     read_at: float = -EVERY_S
+    step: int = 0
     parts: dict[str, bytes] = field(default_factory=dict)
+    what_if: WhatIf = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.what_if = WhatIf(self.run)
 
     def now(self) -> dict[str, bytes]:
         """Return the parts, at most `EVERY_S` old. An ended run is read once."""
         with self.lock:
-            if time.monotonic() - self.read_at < EVERY_S or self.parts.get("has_ended") == b"true":
+            if time.monotonic() - self.read_at < EVERY_S:
                 return self.parts
-            look_at(self.run, lambda words: None, ledger=True, logs=True)
-            self.parts = {name: encoded(part) for name, part in run_data(self.run).items()}
+            if self.parts.get("has_ended") != b"true":
+                look_at(self.run, lambda words: None, ledger=True, logs=True)
+                data = run_data(self.run)
+                self.step = data["status"]["step"]
+                self.parts = {name: encoded(part) for name, part in data.items()}
+            has_ended = self.parts["has_ended"] == b"true"
+            simulated = encoded(self.what_if.now(self.step, has_ended=has_ended))
+            self.parts = {**self.parts, "what_if": simulated}  # streams compare with the former ones
             self.read_at = time.monotonic()
             return self.parts
 

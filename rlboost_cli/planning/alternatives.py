@@ -24,7 +24,7 @@ class Alternative:
 def alternatives(job: Job) -> Iterator[Alternative]:
     """Yield jobs that differ in the number of spot machines, their region or their GPU."""
     most = job.rollout.spot.max_instances
-    for count in dict.fromkeys((most // 2, 2 * most)):
+    for count in dict.fromkeys((most // 2, most + 1, 2 * most)):
         if 0 < count != most:
             yield Alternative(f"at most {counted(count, 'spot machine')}", _changed(job, max_instances=count))
     offers = [offer for offer in job.rollout.spot.any_of if isinstance(offer, CloudOffer)]

@@ -145,6 +145,7 @@ def test_the_page_follows_a_run_and_ends_with_its_figures(cli: Cli, tmp_path: Pa
         page.wait("document.querySelector('.state').innerText == 'done'", PATIENCE * 2)
         check_page(page, address.partition("/runs")[0])
         check_figures(cli, page.evaluate(TILES), page.text())
+        page.wait("document.body.innerText.includes('as in the job file')", PATIENCE * 20)
         page.evaluate("document.querySelector('summary').click()")
         assert page.evaluate("document.querySelectorAll('details tbody tr').length") == len(
             cli.json("cost", "face")["machines"]

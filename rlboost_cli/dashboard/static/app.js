@@ -204,6 +204,13 @@
       <p class="dim">On demand only: ${cost.counterfactual.basis}</p>${cost.notes.map((note) => html`<p class="dim" key=${note}>${note}</p>`)}<//>`;
   }
 
+  function WhatIf({ found }) {
+    if (!found?.options?.length) return found?.problem ? html`<${Section} title="With other machines"><p class="dim">${found.problem}</p><//>` : null;
+    return html`<${Section} title="With other machines (simulated)"><${Scroll} label="Table of simulated options"><table><thead><tr><th scope="col">The whole job</th><th scope="col" class="num">takes</th>
+      <th scope="col" class="num">costs</th><th scope="col" class="num">$ per M tokens</th></tr></thead><tbody>${found.options.map((each) => html`<tr key=${each.what}><td>${each.is_job ? html`<b>${each.what}</b>` : each.what}</td>
+      <td class="num">${duration(each.hours * 3600)}</td><td class="num">${usd(each.usd)}</td><td class="num">${usd(each.usd_per_million_tokens)}</td></tr>`)}</tbody></table><//><p class="dim">${found.basis}; simulated at step ${found.step}.</p><//>`;
+  }
+
   function Samples({ data }) {
     const [text, setText] = useState(""), [found, setFound] = useState(data.samples || []), [problem, setProblem] = useState("");
     const step = data.status.step;
@@ -259,7 +266,7 @@
     useEffect(() => { if (data) document.title = `${data.run}: ${data.status.state}, step ${data.status.step}`; }, [data?.status]);
     if (!data) return html`<main><p role="status">${connection || "Loading ..."}</p></main>`;
     return html`<main><${Head} data=${data} connection=${connection} /><${Warnings} warnings=${data.status.warnings} /><${Tiles} data=${data} /><${Curves} data=${data} />
-      <${StepSeconds} metrics=${data.metrics} /><${Fleet} data=${data} /><${Bill} cost=${data.cost} /><${Samples} data=${data} /><${Events} events=${data.events} />
+      <${StepSeconds} metrics=${data.metrics} /><${Fleet} data=${data} /><${Bill} cost=${data.cost} /><${WhatIf} found=${data.what_if} /><${Samples} data=${data} /><${Events} events=${data.events} />
       ${!frozen && html`<${Logs} />`}<footer class="dim">RLBoost ${data.version}. Prices of local machines are illustrative.</footer></main>`;
   }
 

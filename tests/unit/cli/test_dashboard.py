@@ -8,10 +8,12 @@ import http.client
 import json
 import re
 import shutil
+import subprocess
 import threading
+import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,12 +27,13 @@ from rlboost_cli.dashboard.data import encoded, run_data
 from rlboost_cli.dashboard.head_page import head_page
 from rlboost_cli.dashboard.page import frozen_page, runs_page
 from rlboost_cli.dashboard.server import DashboardServer
+from rlboost_cli.dashboard.what_if import WhatIf, options_of
 from rlboost_cli.main import app
 from rlboost_cli.runs.files import sample_rows
 from rlboost_runtime.billing.launch_records import MachineRecord
 from rlboost_runtime.billing.ledger import Ledger
 from rlboost_runtime.errors import NotFound
-from rlboost_runtime.job import Dashboard
+from rlboost_runtime.job import Dashboard, Job
 from rlboost_runtime.run.credentials import holder_of
 from rlboost_runtime.run.folder import RunFolder, write_json
 from rlboost_runtime.run.security import client_context, create_secrets, read_token
@@ -229,7 +232,7 @@ def test_the_stream_begins_with_everything_and_goes_on_with_what_changed(
     run.outcome.unlink()
     with asking(server, "/runs/demo/events", server.key) as answer:
         first = json.loads(answer.readline().removeprefix(b"data: "))
-        assert first.keys() == run_data(run).keys()
+        assert first.keys() == run_data(run).keys() | {"what_if"}
         with run.metrics.open("a") as file:
             file.write('{"step": 2, "reward_mean": 0.7}\n')
         answer.readline()
@@ -271,3 +274,36 @@ def test_the_page_of_a_head_shows_its_run_alone_under_the_same_address(run: RunF
             server.shutdown()
     assert len(addresses) == 1
     assert holder_of(f"Bearer {key}", read_token(run)) is None, "the key opens the page only"
+
+
+def test_other_machines_are_simulated_once_measured_and_again_as_the_run_goes_on(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+
+    def simulate(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        asked.append(command)
+        return subprocess.CompletedProcess(command, 0, '{"basis": "b", "options": []}\n', "")
+
+    monkeypatch.setattr("rlboost_cli.dashboard.what_if.subprocess.run", simulate)
+    what_if = WhatIf(run)
+    assert what_if.now(1, has_ended=False) == {}, "nothing was measured yet"
+    assert asked == []
+    wait_for(lambda: what_if.now(2, has_ended=False) == {"step": 2, "basis": "b", "options": []})
+    what_if.now(3, has_ended=False)
+    assert len(asked) == 1, "not each step"
+    monkeypatch.setattr("rlboost_cli.dashboard.what_if.AGAIN_S", 0.0)
+    wait_for(lambda: what_if.now(3, has_ended=False).get("step") == 3)
+    what_if.now(4, has_ended=True)
+    assert len(asked) == 2
+    fields = {"name": "demo", "model": {"init": "tiny"}, "data": {"source": "prompts.jsonl"}}
+    job = Job.model_validate({**fields, "algorithm": {"loss": "sft"}})
+    run.job_json.write_text(job.canonical_json())
+    assert options_of(run)["problem"].startswith("not simulated: loss sft rolls nothing out")
+
+
+def wait_for(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
