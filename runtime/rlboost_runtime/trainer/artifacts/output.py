@@ -37,12 +37,11 @@ from obstore import exceptions
 from rlboost_runtime.errors import ConfigError, ProtocolError, RuntimeFault
 from rlboost_runtime.job import Job
 from rlboost_runtime.logs import event
+from rlboost_runtime.run.bucket import COMPLETE, first_line, open_output
 from rlboost_runtime.run.folder import RunFolder, read_json, write_json
-from rlboost_runtime.weights.pull.bucket import first_line, open_output
 
 log = logging.getLogger(__name__)
 
-COMPLETE = "complete.json"
 REQUEST_S = 120.0
 """Longest time of one request, a part of a large file being one, with the library's own retries."""
 FINAL_S = 1800.0
