@@ -48,6 +48,8 @@ FINAL_S = 1800.0
 """So long is the final model tried anew, from its first failure on."""
 PAUSE_S = 10.0
 """Between two tries of the final model."""
+LEAST_KEPT = 2
+"""Checkpoints that stay there at least: a lost head is resumed from the newest that its event log covers."""
 _SNAPSHOT = ".output-"
 
 
@@ -199,7 +201,7 @@ class OutputCopies:
         """Delete all but the newest checkpoints."""
         found = obstore.list_with_delimiter(self._bucket, "checkpoints")["common_prefixes"]
         names = sorted((each.strip("/").rpartition("/")[2] for each in found), key=lambda n: (len(n), n))
-        for name in names[: -self._keep]:
+        for name in names[: -max(LEAST_KEPT, self._keep)]:
             prefix = f"checkpoints/{name}"
             for file in sorted(self._sizes(prefix), key=lambda each: each != COMPLETE):
                 obstore.delete(self._bucket, f"{prefix}/{file}")
