@@ -117,10 +117,10 @@ def _agree(job: Job, question: str | None, *, yes: bool) -> None:
 def _complete(draft: RunFolder, job: Job, url: str, state: HeadState) -> None:
     """Write what a head has of its own."""
     write_resolved(draft.job_json, job)
+    create_secrets(draft)
     keep(draft, job)
     if job.trainer.address is not None:
         write_address(draft, HeadAddress(job.trainer.address, *job.trainer.head_ports))
-    create_secrets(draft)
     write_json(draft.restored, {"url": url, "at": state.at, "taken": False}, durably=True)
 
 

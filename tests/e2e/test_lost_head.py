@@ -12,13 +12,15 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.e2e_rig import Cli
+from tests.e2e.e2e_rig import Cli, cli_of_its_own
 from tests.e2e.heads_rig import bucket_for, lose_head
 
 pytestmark = [pytest.mark.e2e]
 HEADS = int(os.environ.get("RLBOOST_HEADS", "3"))
 SEED = int(os.environ.get("RLBOOST_SEED", "1"))
 NAME = "lost"
+LONGEST_S = 45.0
+"""A head is lost within so long after its first copy: before its first step, or after several."""
 LAG_S = 15.0
 """More than a round of copying takes on a busy machine."""
 
@@ -83,7 +85,7 @@ def test_heads_that_are_lost_at_random_moments_cost_the_lag_only(cli: Cli, outpu
         launched(cli, output, steps)
         for _ in range(HEADS):
             cli.wait(NAME, lambda s: (s["backup"] or {}).get("stored_bytes"), 120.0)
-            time.sleep(chance.uniform(0.0, 15.0))
+            time.sleep(chance.uniform(0.0, LONGEST_S))
             if cli.run_folder(NAME).outcome.exists():
                 break
             status = json.loads(cli.run_folder(NAME).status.read_bytes())
@@ -98,3 +100,24 @@ def test_heads_that_are_lost_at_random_moments_cost_the_lag_only(cli: Cli, outpu
         if path := os.environ.get("RLBOOST_RESULT"):
             Path(path).write_text(f"{json.dumps(found)}\n")
     assert found["pass"]
+
+
+@pytest.mark.soak
+def test_a_head_that_comes_back_ends_itself(cli: Cli, output: str, tmp_path: Path) -> None:
+    """It was stopped, not lost: it finds a newer head, ends its own run and leaves the other one alone."""
+    launched(cli, output, 3)
+    cli.wait(NAME, lambda s: s["step"] >= 1 and (s["backup"] or {}).get("stored_bytes"), 120.0)
+    stopped = cli.processes(NAME)
+    for process in stopped:
+        process.suspend()
+    (tmp_path / "elsewhere").mkdir()
+    with cli_of_its_own(tmp_path / "elsewhere") as other:
+        other.environment = {**cli.environment, "RLBOOST_HOME": str(other.home)}
+        resume(other, output)
+        for process in stopped:
+            process.resume()
+        outcome = cli.wait_outcome(NAME, 60.0)
+        assert outcome["state"] == "failed"
+        assert outcome["problem"].startswith(f"another machine is the head of {NAME} now")
+        cli.assert_gone(NAME)
+        check_end(other, 3)

@@ -13,7 +13,7 @@ import threading
 import time
 from pathlib import Path
 
-from rlboost_runtime.backup.streamer import EVERY_S, Streamer
+from rlboost_runtime.backup.streamer import Streamer
 from rlboost_runtime.errors import RLBoostError
 from rlboost_runtime.logs import explain, setup
 from rlboost_runtime.run.folder import RunFolder
@@ -40,7 +40,7 @@ def main() -> int:
             began = time.monotonic()
             has_more = streamer.attempt()
             if not has_more:
-                stop.wait(max(0.0, EVERY_S - (time.monotonic() - began)))
+                stop.wait(max(0.0, streamer.pause_s - (time.monotonic() - began)))
     except RLBoostError as error:
         explain(log, error)
         return EX_CONFIG

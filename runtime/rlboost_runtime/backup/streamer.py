@@ -62,6 +62,9 @@ log = logging.getLogger(__name__)
 
 EVERY_S = 5.0
 """From the begin of one round to that of the next."""
+SMALL_BYTES_PER_S = 4_000_000
+"""What small files may take of the head's upload on average: a large ledger is sent whole, and then the pause
+is longer."""
 ROUND_BYTES = 64 * 1024 * 1024
 """Most bytes of journals that a round sends, about: a backlog does not keep states from being written."""
 REQUEST_S = 30.0
@@ -90,11 +93,17 @@ class Streamer:
         self._covered: dict[str, str] = {}
         self._garbage: list[str] = []
         self._has_forgotten = False
+        self._small_bytes = 0
 
     @classmethod
     def for_run(cls, run: RunFolder, job: Job) -> Streamer | None:
         """Return the copy that the job asks for; None: nothing. Raises `ProtocolError`."""
         return None if job.output is None else cls(run, job, open_output(run, job.output, REQUEST_S))
+
+    @property
+    def pause_s(self) -> float:
+        """Seconds from the begin of the last round to that of the next."""
+        return max(EVERY_S, self._small_bytes / SMALL_BYTES_PER_S)
 
     def attempt(self) -> bool:
         """Copy a round; return True if there is more to copy at once. What fails is said, in `backup.json`
@@ -126,6 +135,7 @@ class Streamer:
         assert self._small is not None
         number, now = self._state.round + 1, time.time()
         ended = str((read_json(self._run.outcome) or {}).get("state", ""))
+        self._small_bytes = 0
         checkpoints = self._complete_checkpoints()
         self._copy_small(SNAPSHOT, number)
         events = self._file(_EVENTS).size()
@@ -233,12 +243,14 @@ class Streamer:
         sent = file.advance(self._bucket, limit, budget)
         self._note.requests += -(-sent // PART_BYTES)
         if file.copy.life != before.life:
-            self._garbage += _parts(self._state.head, file.name, before)
+            self._garbage += _parts(self._head or 0, file.name, before)
         return sent
 
     def _copy_small(self, name: str, number: int) -> None:
         assert self._small is not None
-        self._note.requests += bool(self._small.copy(self._bucket, name, number))
+        sent = self._small.copy(self._bucket, name, number)
+        self._small_bytes += sent
+        self._note.requests += bool(sent)
 
     def _drop_journals(self) -> list[str]:
         """Forget the segments that were deleted here, once a checkpoint that is whole there makes up for

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Callable
@@ -17,77 +16,20 @@ from rlboost_runtime.backup import fence, restore
 from rlboost_runtime.backup import growing as growing_file
 from rlboost_runtime.backup import streamer as streaming
 from rlboost_runtime.backup.fence import HeadReplaced
-from rlboost_runtime.backup.layout import FORMAT, PART_BYTES, HeadState, claim_key, part_key, state_key
+from rlboost_runtime.backup.layout import FORMAT, PART_BYTES, claim_key, part_key, state_key
 from rlboost_runtime.backup.note import backup_status
 from rlboost_runtime.backup.restore import Restored
 from rlboost_runtime.backup.streamer import Streamer
-from rlboost_runtime.billing.launch_records import MachineRecord
 from rlboost_runtime.billing.ledger import Ledger
-from rlboost_runtime.coordinator.storage.journal import EventLog, EventReader, SegmentReader
-from rlboost_runtime.core.base.messages import Tick
+from rlboost_runtime.coordinator.storage.journal import EventReader, SegmentReader
 from rlboost_runtime.errors import ConfigError, NotFound, RuntimeFault
-from rlboost_runtime.job import Job
-from rlboost_runtime.run.bucket import COMPLETE, open_output
+from rlboost_runtime.run.bucket import COMPLETE
 from rlboost_runtime.run.folder import RunFolder
-from rlboost_runtime.run.resolved import write_resolved
-from rlboost_runtime.seams import SystemDisk
 from rlboost_runtime.trainer.artifacts.output import OutputCopies
+from tests.fakes.heads import Head
 
 if TYPE_CHECKING:
-    from obstore.store import ObjectStore
-
-SPEC = {"name": "r", "model": {"init": "tiny"}, "data": {"reasoning_gym": ["spell_backward"], "size": 8}}
-
-
-class Head:
-    """A run's folder and its copy."""
-
-    def __init__(self, folder: Path, output: Path) -> None:
-        self.run = RunFolder(folder / "runs" / "r")
-        self.output = output
-        for path in (self.run.path, self.run.journal, self.run.files, self.run.checkpoints):
-            path.mkdir(parents=True, exist_ok=True)
-        self.job = Job.model_validate({**SPEC, "output": str(output)})
-        write_resolved(self.run.job_json, self.job)
-        self.bucket: ObjectStore = open_output(self.run, str(output), 5.0)
-        self.events = EventLog(self.run.events, SystemDisk())
-
-    @property
-    def url(self) -> str:
-        return f"file://{self.output}/r"
-
-    def streamer(self) -> Streamer:
-        found = Streamer.for_run(self.run, self.job)
-        assert found is not None
-        return found
-
-    def there(self, key: str) -> Path:
-        return self.output / "r" / key
-
-    def state(self, head: int = 1) -> HeadState:
-        return msgspec.json.decode(self.there(state_key(head)).read_bytes(), type=HeadState)
-
-    def ticks(self, *times: float) -> None:
-        for at in times:
-            self.events.append(Tick(at))
-
-    def checkpoint(self, step: int, content: bytes = b"weights", *, copied: bool = True) -> Path:
-        folder = self.run.checkpoints / f"step-{step:06d}"
-        folder.mkdir()
-        (folder / "weights.bin").write_bytes(content * 1000)
-        (folder / "digests.json").write_text(json.dumps({"weights.bin": hashlib.sha256(content).hexdigest()}))
-        if copied:
-            copies = OutputCopies(str(self.output), self.run, keep=2)
-            copies.begin(is_new=False)
-            copies.checkpoint(folder)
-            copies.close()
-        return folder
-
-    def book(self) -> None:
-        ledger = Ledger(self.run.ledger)
-        ledger.intend(MachineRecord("spot-1", "local", "local-0", "cpu", 1_000_000, "test", 100.0))
-        ledger.launched("spot-1", 100.0)
-        ledger.close()
+    pass
 
 
 @pytest.fixture
@@ -234,6 +176,16 @@ def test_a_backlog_is_sent_over_several_rounds(head: Head, monkeypatch: pytest.M
     assert rounds >= 2
     assert head.state().at > at
     assert head.state().grown["events.log"].size > length
+
+
+def test_a_large_ledger_makes_the_pause_longer(head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
+    streamer = head.streamer()
+    assert streamer.pause_s == streaming.EVERY_S
+    monkeypatch.setattr(streaming, "SMALL_BYTES_PER_S", head.run.ledger.stat().st_size / 100)
+    streamer.round()
+    assert streamer.pause_s >= 100.0
+    streamer.round()  # nothing of it is new
+    assert streamer.pause_s == streaming.EVERY_S
 
 
 def test_a_deleted_segment_stays_there_until_a_checkpoint_makes_up_for_it(head: Head) -> None:
