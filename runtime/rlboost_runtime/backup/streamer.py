@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -111,12 +112,14 @@ class Streamer:
         try:
             has_more = self.round()
             problem = ""
-        except FAILURES as error:
-            has_more, problem = False, first_line(error)
+        except HeadReplaced:
+            raise
         except RLBoostError as error:
-            if error.exit_code == 2:
-                raise
             has_more, problem = False, error.problem
+        except Exception as error:  # noqa: BLE001 - no mistake here may end the run
+            has_more, problem = False, first_line(error)
+            if not isinstance(error, FAILURES):
+                event(log, "backup.broken", level=logging.ERROR, exc_info=True)
         if problem and problem != self._note.problem:
             event(log, "backup.failed", level=logging.WARNING, problem=problem)
         elif self._note.problem and not problem:
@@ -142,7 +145,9 @@ class Streamer:
         lines = {name: self._file(name).size() for name in _LINES}
         if not self._copy_journals():
             if self._state.at:  # else there is nothing yet that a head could begin with
-                self._write_state(msgspec.structs.replace(self._state, round=number, grown=self._copies()))
+                journals = {name: copy for name, copy in self._copies().items() if _is_journal(name)}
+                grown = {name: copy for name, copy in self._state.grown.items() if not _is_journal(name)}
+                self._write_state(msgspec.structs.replace(self._state, round=number, grown=grown | journals))
             return True
         names = [*small_files(self._run)]
         for name in [LEDGER, *names]:
@@ -238,7 +243,7 @@ class Streamer:
                     return False
         return budget > 0
 
-    def _advance(self, file: GrowingFile, limit: int, budget: int = ROUND_BYTES * 1024) -> int:
+    def _advance(self, file: GrowingFile, limit: int, budget: int = sys.maxsize) -> int:
         before = file.copy
         sent = file.advance(self._bucket, limit, budget)
         self._note.requests += -(-sent // PART_BYTES)
@@ -270,7 +275,7 @@ class Streamer:
 
     def _newest_there(self) -> int:
         """Return the step of the newest covered checkpoint that is whole there; -1: none."""
-        for name in sorted(self._covered, reverse=True):
+        for name in reversed(self._covered):
             try:
                 obstore.head(self._bucket, f"checkpoints/{name}/{COMPLETE}")
             except MISSING:
@@ -331,7 +336,7 @@ def last_round(run: RunFolder, job: Job, within_s: float = LAST_S) -> bool:
 
 
 def _newest(checkpoints: dict[str, str]) -> dict[str, str]:
-    """Return the newest checkpoints: those there may be older than those here."""
+    """Return the newest checkpoints, the newest last: those there may be older than those here."""
     names = sorted(checkpoints, key=lambda name: (len(name), name))
     return {name: checkpoints[name] for name in names[-MOST_CHECKPOINTS:]}
 

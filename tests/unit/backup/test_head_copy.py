@@ -430,6 +430,42 @@ def test_a_bucket_that_refuses_is_said_and_tried_again(head: Head, monkeypatch: 
     assert (status.problem, status.lag_bytes) == ("", 0)
 
 
+def test_no_error_of_ours_ends_the_run(head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
+    streamer = head.streamer()
+    monkeypatch.setattr(Streamer, "_complete_checkpoints", lambda self: {}["a mistake"])
+    assert streamer.attempt() is False
+    status = backup_status(head.run)
+    assert status is not None
+    assert status.problem == "'a mistake'"
+
+
+def test_a_backlog_after_a_failed_round_leaves_the_event_log_as_it_was(
+    head: Head, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A round sent the event log and failed before its state: the ledger of the last state is behind it."""
+    streamer = head.streamer()
+    streamer.attempt()
+    length = head.state().grown["events.log"].size
+    head.ticks(3.0)
+    real = streaming.obstore.put
+
+    def refuse(bucket: Any, key: str, *arguments: Any, **options: Any) -> None:
+        if key == state_key(1):
+            raise exceptions.GenericError("503")
+        real(bucket, key, *arguments, **options)
+
+    monkeypatch.setattr(streaming.obstore, "put", refuse)
+    streamer.attempt()
+    monkeypatch.setattr(streaming.obstore, "put", real)
+    monkeypatch.setattr(streaming, "ROUND_BYTES", PART_BYTES)
+    (head.run.journal / "step-000000.seg").write_bytes(os.urandom(3 * PART_BYTES))
+    assert streamer.attempt() is True
+    assert head.state().grown["events.log"].size == length
+    while streamer.attempt():
+        pass
+    assert head.state().grown["events.log"].size > length
+
+
 def test_a_torn_journal_of_the_copy_is_cut_where_it_is_damaged(head: Head, tmp_path: Path) -> None:
     segment = head.run.journal / "step-000000.seg"
     segment.write_bytes(b"\0\0\0\0RLJ2" + b"\x10\0\0\0 torn")
