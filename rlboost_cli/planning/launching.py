@@ -6,8 +6,7 @@ from __future__ import annotations
 from rlboost_cli.doctor.findings import DoctorContext
 from rlboost_cli.doctor.preflight import require_launchable
 from rlboost_cli.planning.agreement import agree, planned
-from rlboost_cli.runs.restoring import is_place, resume_from_copy
-from rlboost_cli.runs.target import Target, find_target
+from rlboost_cli.runs.target import Target, find_target, is_place
 from rlboost_cli.terminal import extras, output
 from rlboost_cli.views import screens
 from rlboost_cli.views.live import Outcome, outcome_of
@@ -34,6 +33,8 @@ def prepared(
     the disk has no room.
     """
     if resume and is_place(job_or_run):
+        from rlboost_cli.runs.restoring import resume_from_copy  # needs what reads buckets
+
         return resume_from_copy(job_or_run, address, question, yes=yes)
     if address is not None or "://" in job_or_run:
         raise ConfigError(

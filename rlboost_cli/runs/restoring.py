@@ -35,11 +35,6 @@ REQUEST_S = 60.0
 """Longest time of one request, with the library's own retries."""
 
 
-def is_place(argument: str) -> bool:
-    """Return True if that names a place with a run's copies, not a job file or a run."""
-    return "://" in argument or (os.path.isabs(argument) and os.path.isdir(argument))
-
-
 def resume_from_copy(place: str, address: str | None, question: str | None, *, yes: bool) -> RunFolder:
     """Return the run whose copy is at `place`, OUTPUT/RUN, restored here and open.
 
