@@ -236,6 +236,12 @@ soak-chaos: $(DEV) ## MINUTES=15 of faults in a live run, over SEEDS=3 seeds, ea
 	RLBOOST_CHAOS_MINUTES=$(or $(MINUTES),15) RLBOOST_CHAOS_SEEDS=$(or $(SEEDS),3) \
 		$(BIN)/python -m pytest -q -rP tests/e2e/test_chaos_run.py
 
+.PHONY: soak-lost-head
+soak-lost-head: $(DEV) ## one run whose head is lost with its disk at HEADS=20 random moments and resumed from the bucket (SEED=1)
+	@result=$$(mktemp); RLBOOST_HEADS=$(or $(HEADS),20) RLBOOST_SEED=$(or $(SEED),1) RLBOOST_RESULT=$$result \
+		$(BIN)/python -m pytest -q --show-capture=no -k random_moments tests/e2e/test_lost_head.py; \
+		status=$$?; cat $$result; rm $$result; exit $$status
+
 .PHONY: soak-corruption
 soak-corruption: $(DEV) ## FLIPS=200 random flips, cuts and deletions of each: journal, event log, ledger, version, checkpoint
 	@RLBOOST_FLIPS=$(or $(FLIPS),200) $(BIN)/python -m pytest -q -rP -k "no_damage_of or any_damage_of" --timeout 1800 \

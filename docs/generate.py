@@ -11,7 +11,7 @@ from rlboost_cli.foreign.mapping import Framework, OptionRule, as_yaml
 from rlboost_cli.foreign.reading import FRAMEWORKS
 from rlboost_runtime.health import limits
 from rlboost_runtime.health.glossary import GLOSSARY, Metric
-from rlboost_runtime.health.rules import FLEET, FLEET_KINDS, STORM, STUCK, Kind, step_rules
+from rlboost_runtime.health.rules import BACKUP, FLEET, FLEET_KINDS, STORM, STUCK, Kind, step_rules
 from rlboost_runtime.job.file.load import FieldDoc, describe_fields
 from rlboost_runtime.protocol.prometheus import PROM_METRICS
 
@@ -138,7 +138,7 @@ def _warning_row(kind: Kind) -> str:
     last = f"{kind.steps_to_end} steps"
     if kind is FLEET:
         first, last = f"{limits.FLEET_LONG_S / 60:.0f} min", f"{limits.FLEET_RECOVERED_S:.0f} s"
-    elif kind in (STORM, STUCK):
+    elif kind in (STORM, STUCK, BACKUP):
         since = f"losses of {limits.STORM_S / 60:.0f} min" if kind is STORM else "one look"
         first, last = since, since
     return (

@@ -24,12 +24,12 @@ BYTES_PER_WEIGHT = 2
 """Of a published version: bfloat16."""
 
 
-def provider_for(job: Job, run: RunFolder) -> Provider:
-    """Return the provider of the job's spot offers: one for all of them. Raises `ConfigError` where a trace,
-    a machine type or a cloud is unusable."""
+def provider_for(job: Job, run: RunFolder, owner: str | None = None) -> Provider:
+    """Return the provider of the job's spot offers: one for all of them. `owner`: whose machines these are;
+    None: of this home. Raises `ConfigError` where a trace, a machine type or a cloud is unusable."""
     from rlboost_providers.base.multi import MultiProvider
 
-    providers = providers_of(job, run)
+    providers = providers_of(job, run, owner)
     if len(providers) == 1:
         return next(iter(providers.values()))
     return MultiProvider(providers)
@@ -168,9 +168,9 @@ def egress_usd_per_gb(job: Job, offer: LocalOffer | SshOffer | CloudOffer) -> fl
     return micro_usd / MICRO_USD_PER_USD
 
 
-def providers_of(job: Job, run: RunFolder) -> dict[str, Provider]:
+def providers_of(job: Job, run: RunFolder, owner: str | None = None) -> dict[str, Provider]:
     """Return the providers of the job's spot offers by name; see `provider_for`."""
-    spot = job.rollout.spot
+    spot, owner = job.rollout.spot, owner or owner_of(home())
     clouds = [offer for offer in spot.any_of if isinstance(offer, CloudOffer)]
     kinds = (True, False) if spot.on_demand_floor else (True,)  # spot machines; machines on demand
     providers: dict[str, Provider] = {}
@@ -181,9 +181,9 @@ def providers_of(job: Job, run: RunFolder) -> dict[str, Provider]:
     if own := [offer for offer in spot.any_of if isinstance(offer, SshOffer)]:
         from rlboost_providers.ssh.provider import SshProvider
 
-        providers["ssh"] = SshProvider(own, owner_of(home()), head_place=job.trainer.place)
+        providers["ssh"] = SshProvider(own, owner, head_place=job.trainer.place)
     if direct := [offer for offer in clouds if offer.via == "direct"]:
-        providers |= _direct(direct, kinds, job.trainer.place)
+        providers |= _direct(direct, kinds, job.trainer.place, owner)
     if through := [offer for offer in clouds if offer.via == "skypilot"]:
         from rlboost_providers.skypilot.provider import SkyPilotProvider
 
@@ -195,8 +195,9 @@ def providers_of(job: Job, run: RunFolder) -> dict[str, Provider]:
     return providers
 
 
-def _direct(offers: list[CloudOffer], kinds: tuple[bool, ...], head: str | None) -> dict[str, Provider]:
-    owner = owner_of(home())
+def _direct(
+    offers: list[CloudOffer], kinds: tuple[bool, ...], head: str | None, owner: str
+) -> dict[str, Provider]:
     providers: dict[str, Provider] = {}
     if of_aws := [offer for offer in offers if offer.cloud == "aws"]:
         from rlboost_providers.aws import machines as aws

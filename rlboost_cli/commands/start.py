@@ -49,7 +49,7 @@ def launch(
     job_or_run: Annotated[
         str,
         typer.Argument(
-            help="A job file, or the name of a run",
+            help="A job file, the name of a run, or with --resume OUTPUT/RUN of a lost head",
             metavar="JOB_OR_RUN",
             show_default=False,
             autocompletion=completion.jobs_and_runs,
@@ -70,6 +70,15 @@ def launch(
             autocompletion=completion.runs,
         ),
     ] = None,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            "--address",
+            help="Where machines elsewhere reach this one, if it replaces a lost head",
+            metavar="HOST",
+            show_default=False,
+        ),
+    ] = None,
     no_doctor: Annotated[
         bool, typer.Option("--no-doctor", help="Do not check data, reward, engine and secrets first")
     ] = False,
@@ -86,7 +95,15 @@ def launch(
     from rlboost_cli.views.live import follow
 
     try:
-        run = prepared(job_or_run, "launch?", resume=resume, yes=yes, checks=not no_doctor, start=start)
+        run = prepared(
+            job_or_run,
+            "launch?",
+            resume=resume,
+            yes=yes,
+            checks=not no_doctor,
+            start=start,
+            address=address,
+        )
     except NothingLeft as done:
         output.progress(f"{done.problem}; {done.remedy}")
         _finish(done.run)

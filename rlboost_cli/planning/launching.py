@@ -6,11 +6,12 @@ from __future__ import annotations
 from rlboost_cli.doctor.findings import DoctorContext
 from rlboost_cli.doctor.preflight import require_launchable
 from rlboost_cli.planning.agreement import agree, planned
-from rlboost_cli.runs.target import Target, find_target
+from rlboost_cli.runs.target import Target, find_target, is_place
 from rlboost_cli.terminal import extras, output
 from rlboost_cli.views import screens
 from rlboost_cli.views.live import Outcome, outcome_of
 from rlboost_runtime.billing.planned import keep_plan
+from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.run.folder import RunFolder, home
 
 
@@ -22,13 +23,24 @@ def prepared(
     yes: bool,
     checks: bool = False,
     start: str | None = None,
+    address: str | None = None,
 ) -> RunFolder:
     """Return the run that was named, made or opened again where needed, once its plan was agreed to.
 
     `question`, `yes`: as for `agree`. `checks`: data, reward, engine and secrets are tried first. `start`:
-    the checkpoint from which a new run goes on. Raises `ConfigError`, `NotFound`, and `RuntimeFault` where
+    the checkpoint from which a new run goes on. `address`: of this machine, which
+    replaces a lost head. Raises `ConfigError`, `NotFound`, and `RuntimeFault` where
     the disk has no room.
     """
+    if resume and is_place(job_or_run):
+        from rlboost_cli.runs.restoring import resume_from_copy  # needs what reads buckets
+
+        return resume_from_copy(job_or_run, address, question, yes=yes)
+    if address is not None or "://" in job_or_run:
+        raise ConfigError(
+            f"{job_or_run}: a place with the copy of a head, OUTPUT/RUN, and --address go with --resume",
+            "type: rlboost launch --resume OUTPUT/RUN, such as s3://BUCKET/PREFIX/RUN",
+        )
     target = find_target(job_or_run, resume=resume, start=start, say=output.progress)
     extras.require(target.job)
     if checks and target.is_to_start:

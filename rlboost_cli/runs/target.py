@@ -194,6 +194,11 @@ def _is_file(path: Path, argument: str) -> bool:
     return os.path.isfile(path) or path.suffix in (".yaml", ".yml") or "/" in argument
 
 
+def is_place(argument: str) -> bool:
+    """Return True if that names a place with a run's copies, not a job file or a run."""
+    return "://" in argument or (os.path.isabs(argument) and os.path.isdir(argument))
+
+
 def _find_run(argument: str) -> RunFolder:
     try:
         return find_run(argument)

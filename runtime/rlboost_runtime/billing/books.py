@@ -22,12 +22,14 @@ from rlboost_runtime.job import Budget
 from rlboost_runtime.run.folder import RunFolder, read_json
 
 
-def close_books(run: RunFolder, views: Sequence[MachineView] | None, detail: str) -> None:
+def close_books(
+    run: RunFolder, views: Sequence[MachineView] | None, detail: str, lost_at: float | None = None
+) -> None:
     """End every machine that the ledger has open and that the provider does not list as there.
 
     A machine of which the provider knows a start is billed from then on, also where nobody had heard of it.
     `views`: what the provider lists now; None, where it does not say: then only the reserved machine is
-    ended.
+    ended. `lost_at`: when the head was lost, with the machines that were processes of it.
     Call it only while no coordinator of the run lives; doing it again changes nothing. Raises `RuntimeFault`
     where the ledger cannot be used.
     """
@@ -40,11 +42,14 @@ def close_books(run: RunFolder, views: Sequence[MachineView] | None, detail: str
         for name, view in seen.items():
             if name in unbilled and view.started_at is not None:
                 ledger.launched(name, view.started_at)
+        on_head = {bill.machine for bill in ledger.machines(time.time()) if bill.provider == "local"}
         for name in ledger.open_machines():
             found = seen.get(name)
             is_there = views is None if found is None else found.state is not MachineStatus.GONE
             if not is_there or name == RESERVED_MACHINE:
-                ledger.ended(name, end_of(found, time.time()), detail)
+                was_on_head = found is None and name in {RESERVED_MACHINE, *on_head}
+                end = end_of(found, time.time()) if lost_at is None or not was_on_head else lost_at
+                ledger.ended(name, end, detail)
     finally:
         ledger.close()
 

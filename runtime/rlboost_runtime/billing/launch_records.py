@@ -13,11 +13,10 @@ neither listed by tag nor end by themselves are refused beforehand.
 
 from __future__ import annotations
 
-import datetime
 import logging
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import msgspec
 
@@ -246,14 +245,7 @@ class LaunchBackup:
             return None
 
     def _bucket(self) -> ObjectStore:
-        from obstore.store import from_url
+        from rlboost_runtime.run.bucket import open_output
 
         assert self._output is not None
-        place = f"file://{self._output}" if self._output.startswith("/") else self._output
-        url = self._run.place_in(place)
-        if url.startswith("file:"):
-            return from_url(url, mkdir=True)
-        seconds = datetime.timedelta(seconds=PUT_S)
-        options: Any = {"timeout": seconds, "connect_timeout": seconds, "allow_http": True}
-        retries: Any = {"max_retries": 1, "retry_timeout": seconds}
-        return from_url(url, client_options=options, retry_config=retries)
+        return open_output(self._run, self._output, PUT_S)

@@ -16,6 +16,7 @@ import os
 import re
 import sqlite3
 import struct
+import tempfile
 import threading
 import zlib
 from collections import deque
@@ -245,6 +246,22 @@ class LedgerFile:
     def _rows(self, query: str, parameters: tuple[object, ...] = ()) -> list[Row]:
         with self._lock:
             return self._db.execute(query, parameters).fetchall()
+
+
+def in_one_file(path: Path) -> bytes:
+    """Return the ledger in `path` as one file, which needs no other, as of one moment; it may be written
+    meanwhile. Raises `sqlite3.Error`."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "copy"
+        source = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=10)
+        target = sqlite3.connect(copy)
+        try:
+            source.backup(target)
+            target.execute("PRAGMA journal_mode = DELETE")
+        finally:
+            target.close()
+            source.close()
+        return copy.read_bytes()
 
 
 def _row_check(*values: object) -> int:

@@ -163,6 +163,8 @@ def _audit_step(
 
 
 def _count_lost(run: RunFolder, response_of: dict[int, int], lengths: dict[int, int], found: Audit) -> None:
+    if run.restored.exists():  # the lost head had counts of its own
+        return
     generated: dict[int, int] = defaultdict(int)
     counted = False
     for assignment, count in _side_counts(run.path):

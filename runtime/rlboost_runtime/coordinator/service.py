@@ -313,6 +313,8 @@ class Coordinator:
         is_first = RESERVED_MACHINE in self._ledger.unbilled_machines()
         launched_at = head.launched_at if is_first else None  # a machine of ours is billed anew
         self._ledger.launched(RESERVED_MACHINE, now if launched_at is None else launched_at)
+        if bought is None:  # the head before this one may have been a dearer machine
+            self._ledger.repriced(RESERVED_MACHINE, head.price_micro_usd_per_hour, now)
         first = self._ledger.machines(now)[0].launched_at
         self._sources.started_at = now if first is None else first
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from rlboost_runtime.backup.note import backup_status
 from rlboost_runtime.billing.ledger import Ledger
 from rlboost_runtime.billing.report import cost_report
 from rlboost_runtime.coordinator.driver.core_driver import CoreDriver
@@ -136,6 +137,7 @@ def build_status(sources: StatusSources, now_wall: float) -> dict[str, Any]:
         started_at=sources.started_at,
         at=now_wall,
         trainer=TrainerStatus(sources.trainer.connected),
+        backup=backup_status(sources.state.run, now_wall),
         warnings=sources.trainer.health.active,
         evaluations=list(sources.trainer.health.evaluations.values()),
         events=[RecentEvent(e.at, e.kind, e.text) for e in ledger.events(LAST_EVENTS)],
@@ -152,6 +154,7 @@ def fleet_facts(sources: StatusSources, now_wall: float) -> FleetFacts:
     core, ledger = sources.state.core, sources.ledger
     num_steps = ledger.step_summary(0).num_steps
     figures = sources.on_demand.figures(ledger, sources.run, num_steps, now_wall)
+    backup = backup_status(sources.state.run, now_wall)
     return FleetFacts(
         now=sources.state.now(),
         steps=num_steps,
@@ -161,6 +164,8 @@ def fleet_facts(sources: StatusSources, now_wall: float) -> FleetFacts:
         saving_fraction=None if figures is None else figures.saving_fraction,
         lost=_preemptions(core.counters.preemptions).total,
         tokens=sources.agents.ingest.tokens_accepted,
+        backup_lag_s=None if backup is None else backup.lag_s,
+        backup_problem="" if backup is None else backup.problem,
         is_progress_due=core.step is not None or (_wants_trainer(sources) and _preparing(sources) is None),
     )
 

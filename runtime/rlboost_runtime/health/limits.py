@@ -98,3 +98,9 @@ restarted coordinator take minutes; after half an hour somebody has to look."""
 STUCK_FACTOR = 3.0
 """A run whose longest step took more than a third of `STUCK_S` gets this many of such steps instead: training
 alone produces no token."""
+
+BACKUP_LAG_S = 60.0
+"""Age of the copy of the head at `output`, in seconds, before the warning begins: a loss of the head's disk
+would cost so much. It is 5 to 10 s old where copying works: a minute is several rounds that failed or are too
+slow."""
+BACKUP_LAG_ENDS_S = 30.0

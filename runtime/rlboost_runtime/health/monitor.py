@@ -12,7 +12,18 @@ from dataclasses import dataclass, replace
 
 from rlboost_runtime.health import limits
 from rlboost_runtime.health.glossary import evaluation_metric
-from rlboost_runtime.health.rules import FLEET, SAVING, STORM, STUCK, Kind, Row, Rule, finite, step_rules
+from rlboost_runtime.health.rules import (
+    BACKUP,
+    FLEET,
+    SAVING,
+    STORM,
+    STUCK,
+    Kind,
+    Row,
+    Rule,
+    finite,
+    step_rules,
+)
 from rlboost_runtime.protocol.status import EvaluationStatus, HealthWarning
 
 
@@ -57,6 +68,9 @@ class FleetFacts:
     """Spot instances lost since the run began."""
     tokens: int = 0
     """Tokens accepted since the coordinator started."""
+    backup_lag_s: float | None = None
+    """Age of the copy of the head; None: there is none."""
+    backup_problem: str = ""
     is_progress_due: bool = True
     """False while the trainer is not wanted yet, or loads something before its first step."""
 
@@ -76,6 +90,7 @@ class HealthMonitor:
         self._storm: HealthWarning | None = None
         self._lost: deque[tuple[float, int]] = deque()
         self._stuck: HealthWarning | None = None
+        self._backup: HealthWarning | None = None
         self._last_progress: tuple[int, int] | None = None
         self._progress_at = 0.0
         self._longest_step_s = 0.0
@@ -111,12 +126,13 @@ class HealthMonitor:
         self._fleet = self._fleet_now(facts)
         self._storm = self._storm_now(facts)
         self._stuck = self._stuck_now(facts)
+        self._backup = self._backup_now(facts)
         pairs = zip(held, self._of_fleet, strict=True)
         return changes + [_change(was, now) for was, now in pairs if (was is None) != (now is None)]
 
     @property
     def _of_fleet(self) -> tuple[HealthWarning | None, ...]:
-        return self._fleet, self._storm, self._stuck
+        return self._fleet, self._storm, self._stuck, self._backup
 
     def evaluated(self, step: int, row: Row) -> None:
         """Take in the evaluations among the metrics of a step, counted from 1."""
@@ -175,6 +191,16 @@ class HealthMonitor:
             return None
         kind = replace(STUCK, begins=limit_s / 60)
         return _fleet_warning(kind, silent_s / 60, facts.steps + 1, minutes=silent_s / 60)
+
+    def _backup_now(self, facts: FleetFacts) -> HealthWarning | None:
+        lag_s = facts.backup_lag_s
+        if lag_s is None or BACKUP.is_good(lag_s) or (self._backup is None and not BACKUP.is_bad(lag_s)):
+            return None
+        since = facts.steps + 1 if self._backup is None else self._backup.since_step
+        warning = _fleet_warning(BACKUP, lag_s, since, minutes=lag_s / 60)
+        if facts.backup_problem:
+            warning.text = f"{warning.text} Last error: {facts.backup_problem}"
+        return warning
 
 
 def _since(since: float | None, now: float, *, is_so: bool) -> float | None:

@@ -279,7 +279,14 @@ STUCK = Kind(
     "See what the run waits for with `rlboost status` and `rlboost logs`; `rlboost down` ends it.",
     "minutes without a new token or step",
 )  # fmt: skip
-FLEET_KINDS = (SAVING, FLEET, STORM, STUCK)
+BACKUP = Kind(
+    "backup", limits.BACKUP_LAG_S, limits.BACKUP_LAG_ENDS_S,
+    "The copy of the head is {value:.0f} s old (limit {limit:.0f} s).",
+    "If the head's disk is lost, so is everything since then.",
+    "Check the head's rights at output and its upload bandwidth; `rlboost logs RUN backup` has details.",
+    "age of the copy at output, in seconds",
+)  # fmt: skip
+FLEET_KINDS = (SAVING, FLEET, STORM, STUCK, BACKUP)
 """Kinds that are judged on the fleet and the bill, not on a step's metrics."""
 
 

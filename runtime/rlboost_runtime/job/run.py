@@ -144,8 +144,8 @@ class Job(Model):
     """Names of further variables, such as HF_TOKEN, whose values are read from your environment at launch;
     kept beside the run's token, never in the job."""
     output: str | None = Field(default=None, pattern=_BUCKET.format(r"|file:///.*|/.*"))
-    """s3://BUCKET/PREFIX, gs://..., az://..., or an absolute folder: checkpoints and the final model are
-    copied there, under the run's name; null: they stay in the run's folder."""
+    """s3://BUCKET/PREFIX, gs://..., az://..., or an absolute folder: checkpoints, the final model and what a
+    new head needs to continue are copied there, under the run's name; null: they stay in the run's folder."""
     budget: Budget = Budget()
     """When to stop spending."""
     notify: list[NotifyTarget] = Field(default=[])

@@ -128,6 +128,10 @@ PROM_METRICS = (
                _saving),
     PromMetric("warnings", "gauge", "1 for each health warning in force.",
                lambda s: {(each.code,): 1 for each in s.warnings}, ("code",)),
+    PromMetric("backup_lag_seconds", "gauge", "Age of the copy of the head at the job's output.",
+               lambda s: s.backup.lag_s if s.backup else None),
+    PromMetric("backup_lag_bytes", "gauge", "Bytes of the head that its copy at the job's output lacks.",
+               lambda s: s.backup.lag_bytes if s.backup else None),
     PromMetric("loop_lag_p99_seconds", "gauge", "Lag of the coordinator's loop, 99th percentile of a minute.",
                lambda s: s.loop_lag_p99_ms / 1000),
 )  # fmt: skip

@@ -202,6 +202,21 @@ class TrainerStatus(msgspec.Struct):
     connected: bool = False
 
 
+class BackupStatus(msgspec.Struct):
+    """How far the copy of the head at the job's `output` is behind."""
+
+    lag_s: float = 0.0
+    """Age of the newest state there, in seconds; before the first, the time since copying began."""
+    lag_bytes: int = 0
+    """Bytes of journal, event log and the like that are not there."""
+    requests: int = 0
+    """Writes to the bucket by this head's copying process since it began."""
+    stored_bytes: int = 0
+    """What the copy takes there, without checkpoints."""
+    problem: str = ""
+    """Why the last attempt failed."""
+
+
 class ReplayDigest(msgspec.Struct):
     """Events, the commands that followed, and the commands' digest: a replay of the log gives the same."""
 
@@ -241,6 +256,8 @@ class Status(msgspec.Struct, kw_only=True):
     started_at: float | None = None
     at: float | None = None
     trainer: TrainerStatus = msgspec.field(default_factory=TrainerStatus)
+    backup: BackupStatus | None = None
+    """None: the job has no `output`, or nothing was copied yet."""
     warnings: list[HealthWarning] = []
     """Warnings in force."""
     evaluations: list[EvaluationStatus] = []

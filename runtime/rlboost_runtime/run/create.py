@@ -25,7 +25,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -33,7 +33,7 @@ from rlboost_runtime.errors import DISK_ERRNOS, ConfigError, NotFound, RuntimeFa
 from rlboost_runtime.job import Job, data_files, data_sources, reward_files, sources_of
 from rlboost_runtime.run.checkpoints import ForkPoint
 from rlboost_runtime.run.engine_python import find_engine_python
-from rlboost_runtime.run.folder import RunFolder, read_json, write_json
+from rlboost_runtime.run.folder import RunFolder, locked, read_json, write_json
 from rlboost_runtime.run.head import HeadAddress, keep_place, write_address
 from rlboost_runtime.run.index import is_open
 from rlboost_runtime.run.resolved import read_resolved, write_resolved
@@ -41,6 +41,7 @@ from rlboost_runtime.run.security import create_secrets
 
 _MAX_NAME = 63  # as `job.Name` allows
 _WORKSHOP = ".new-"  # beginning of the names of folders in which runs are made
+_RESTORING = ".restoring-"  # likewise, of runs that are brought here: that may take long
 _MAY_CHANGE = (
     *("budget.", "algorithm.steps:", "reward_timeout_s:", "reward_processes:", "reward_memory_mib:"),
     *("reward_sandbox:", "reward_network:"),
@@ -302,19 +303,45 @@ def _alone(runs: Path) -> Iterator[bool]:
 
 
 def _make(run: RunFolder, job_file: Path, job: Job, fork: ForkPoint | None) -> RunFolder | None:
-    workshop = Path(tempfile.mkdtemp(dir=run.path.parent, prefix=_WORKSHOP))
-    try:
-        draft = RunFolder(workshop / run.name)
+    def fill(draft: RunFolder) -> None:
         _fill(draft, job_file, job)
         if fork is not None:
             fork.plant(draft)
+
+    return run if _built(run, fill) else None
+
+
+def restore_run(run: RunFolder, fill: Callable[[RunFolder], None]) -> None:
+    """Make `run` of what `fill` puts into a folder of that name, whole or not at all. Raises `ConfigError`
+    where there is a run of that name."""
+    runs = run.path.parent
+    runs.mkdir(mode=0o700, parents=True, exist_ok=True)
+    workshop = f"{_RESTORING}{run.name}-"
+    with locked(runs / f".{run.name}.restoring", waits=False) as is_alone:
+        if is_alone:
+            for left in runs.glob(f"{workshop}*"):
+                shutil.rmtree(left, ignore_errors=True)  # of a killed command
+        if not is_alone or run.path.exists() or not _built(run, fill, workshop):
+            raise ConfigError(
+                f"run {run.name} is on this machine already",
+                f"rlboost launch {run.name} --resume continues it; to take the copy instead, first type"
+                f" rlboost rm {run.name}",
+            )
+
+
+def _built(run: RunFolder, fill: Callable[[RunFolder], None], prefix: str = _WORKSHOP) -> bool:
+    """Make a run's folder; return False where somebody else made one of that name meanwhile."""
+    workshop = Path(tempfile.mkdtemp(dir=run.path.parent, prefix=prefix))
+    try:
+        draft = RunFolder(workshop / run.name)
+        fill(draft)
         try:
             os.rename(draft.path, run.path)
         except OSError:
             if run.path.exists():
-                return None
+                return False
             raise
-        return run
+        return True
     finally:
         shutil.rmtree(workshop, ignore_errors=True)
 

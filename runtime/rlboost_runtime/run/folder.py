@@ -21,6 +21,9 @@ there is named below; everybody else only reads it.
     status.json       last status, once a second and at the end             coordinator
     ending.json       {"state", "problem", "remedy", "exit_code"} once it is decided how the run ends; its
                       machines are ended then                               coordinator
+    generation.json   {"head"}: which head of the run this machine is, from 1               backup, CLI
+    backup.json       how the copying of the head to the `output` goes      backup
+    restored.json     {"url", "at", "taken"}: from which copy the run was restored here, and as of when    CLI
     outcome.json      {"state", "problem", "remedy", "exit_code", "warning"} once the run has ended; the
                       warning: why machines may still cost money, or ""     coordinator
     notified.json     which notifications were sent to whom                 supervisor
@@ -141,6 +144,11 @@ class RunFolder:
     """How the run is to end, from the decision on; without an outcome it is still being wound up."""
     outcome = _Place("outcome.json")
     """How the run ended; absent while it is open."""
+    generation = _Place("generation.json")
+    """Which head of the run this machine is; absent until it has copied anything."""
+    backup = _Place("backup.json")
+    restored = _Place("restored.json")
+    """From which copy of a lost head the run was restored; absent where it was not."""
     notified = _Place("notified.json")
     ledger = _Place("ledger.sqlite")
     events = _Place("events.log")
@@ -230,7 +238,7 @@ _RENEWED = frozenset(
     f"{name}.json"
     for name in (
         *("endpoint", "weights_endpoint", "wanted", "status", "ending", "outcome"),
-        *("preparing", "mirror", "safe", "plan", "install", "notified"),
+        *("preparing", "mirror", "safe", "plan", "install", "notified", "backup"),
     )
 )
 """Files that are written anew where they are absent, or can be missed, as can all in `processes`."""

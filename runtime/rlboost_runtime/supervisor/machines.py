@@ -17,10 +17,12 @@ from rlboost_runtime.job import Job
 from rlboost_runtime.run.folder import RunFolder
 
 
-def end_machines(job: Job, run: RunFolder, say: Callable[[str], None] = lambda text: None) -> Terminated:
-    """Terminate all spot machines of the run, like `terminate_all`. Raises `RuntimeFault` where the ledger
-    cannot be used."""
-    provider = _provider(job, run)
+def end_machines(
+    job: Job, run: RunFolder, say: Callable[[str], None] = lambda text: None, owner: str | None = None
+) -> Terminated:
+    """Terminate all spot machines of the run, like `terminate_all`; with `owner` those that a head of that
+    owner launched. Raises `RuntimeFault` where the ledger cannot be used."""
+    provider = _provider(job, run, owner)
     return Terminated((), ()) if provider is None else terminate_all(provider, run.name, say=say)
 
 
@@ -30,7 +32,7 @@ def list_machines(job: Job, run: RunFolder) -> Sequence[MachineView]:
     return () if provider is None else provider.describe(run.name)
 
 
-def _provider(job: Job, run: RunFolder) -> Provider | None:
+def _provider(job: Job, run: RunFolder, owner: str | None = None) -> Provider | None:
     clouds = launched_in(run)
-    provider = provider_for(job, run)
+    provider = provider_for(job, run, owner)
     return provider if clouds is None else narrowed(provider, clouds)

@@ -60,6 +60,8 @@ def roles_of(job: Job, run: RunFolder) -> list[Role]:
         roles.append(_module("endpoint", "rlboost_runtime.inference", run))
     if job.dashboard is not None:
         roles.append(_module("dashboard", "rlboost_cli.dashboard", run))
+    if job.output is not None:
+        roles.append(_module("backup", "rlboost_runtime.backup", run))
     if has_market(job):
         roles.append(_module("market", "rlboost_providers.local.market", run))
     script = job.trainer.script

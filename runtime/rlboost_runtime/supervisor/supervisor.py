@@ -235,8 +235,11 @@ class Supervisor:
             return
         if job.output is None:
             return
+        from rlboost_runtime.backup.streamer import last_round
         from rlboost_runtime.trainer.artifacts.report import put_report
 
+        if not last_round(self._run, job):
+            return
         is_done = (read_json(self._run.outcome) or {}).get("state") == "done"  # its model has arrived then
         if put_report(self._run, job.output) and is_done and not job.output.startswith(("/", "file:")):
             with contextlib.suppress(OSError):

@@ -65,7 +65,7 @@ from rlboost_runtime.protocol.messages import (
     encode,
     trainer_command_decoder,
 )
-from rlboost_runtime.run.folder import RunFolder
+from rlboost_runtime.run.folder import RunFolder, write_json
 from rlboost_runtime.seams import SystemClock, SystemDisk
 from tests.fakes.damage import spoil
 
@@ -649,6 +649,26 @@ async def test_an_event_log_that_lost_its_end_gives_no_number_out_twice(tmp_path
         assert made.driver.totals.next_response >= 2
     found = audit(RunFolder(tmp_path))
     assert [problem for problem in found.problems if "responses requested" not in problem] == []
+
+
+async def test_a_restored_run_has_all_instances_register_anew_once(tmp_path: Path) -> None:
+    """Also where nothing shows that the log lost its end: the lost head may have given out later numbers."""
+    await finish_step(tmp_path)
+    run, last = RunFolder(tmp_path), recover(tmp_path / "events.log")
+    write_json(run.restored, {"url": "s3://bucket/out/r", "at": 1_000_000_000.0, "taken": False})
+    async with shell(tmp_path) as made:
+        assert "continues from its copy at s3://bucket/out/r, as of 2001-09-09" in made.driver.repairs[0]
+        assert made.driver.totals.next_epoch > last.totals.next_epoch
+        trainer = made.trainers()
+        await trainer.say(TrainerHello(SCHEMA, "job", "again"))
+        agent = made.agent()
+        await agent.say(hello(epoch=last.totals.next_epoch - 1, assignments=(0, 1)))
+        assert not (await agent.hear(Welcome)).resumed
+        await trainer.say(request())
+        assert texts(await trainer.hear(DeliverGroupMessage)) == [[1, 2, 9], [5, 9]]
+    async with shell(tmp_path) as made:
+        assert made.driver.repairs == []
+    assert audit(run).problems == []
 
 
 async def test_a_coordinator_killed_while_it_opens_a_step_goes_on(tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from rlboost_runtime.errors import ProtocolError, RuntimeFault
+from rlboost_runtime.run.bucket import open_bucket
 from rlboost_runtime.weights.manifest import MANIFEST, Probe, decode_manifest
-from rlboost_runtime.weights.pull.bucket import BucketSource, open_bucket, prune_bucket, upload
+from rlboost_runtime.weights.pull.bucket import BucketSource, prune_bucket, upload
 from rlboost_runtime.weights.pull.range_client import Absent, Unusable
 from rlboost_runtime.weights.serve import server as relaying
 from rlboost_runtime.weights.serve.server import BucketUpload

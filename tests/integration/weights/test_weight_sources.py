@@ -21,6 +21,7 @@ import pytest
 
 from rlboost_runtime.errors import RuntimeFault
 from rlboost_runtime.run import security
+from rlboost_runtime.run.bucket import open_bucket
 from rlboost_runtime.run.folder import RunFolder
 from rlboost_runtime.weights.child_pipe import (
     PullProgress,
@@ -32,7 +33,7 @@ from rlboost_runtime.weights.child_pipe import (
 )
 from rlboost_runtime.weights.manifest import Manifest, Probe, read_manifest
 from rlboost_runtime.weights.pull import chunk_scheduler as works
-from rlboost_runtime.weights.pull.bucket import open_bucket, prune_bucket, upload
+from rlboost_runtime.weights.pull.bucket import prune_bucket, upload
 from rlboost_runtime.weights.pull.pull import Deadlines, pull
 from rlboost_runtime.weights.serve.catalog import Catalog, Entry, PulledCatalog, StoreCatalog
 from rlboost_runtime.weights.serve.http import WeightHttpServer

@@ -113,6 +113,14 @@ def cpu_s(command: list[str], environment: dict[str, str]) -> float:
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
+def test_a_launch_without_a_copy_needs_nothing_that_reads_buckets(tmp_path: Path) -> None:
+    """The bare install has no obstore; a laptop launches runs whose heads are elsewhere with it."""
+    done = rlboost("launch", "no-such-run", script=True, RLBOOST_HOME=str(tmp_path))
+    assert done.returncode == 3, done.stderr
+    loaded = next(line for line in done.stderr.splitlines() if line.startswith("LOADED")).split()[1:]
+    assert "obstore" not in loaded
+
+
 def test_the_module_is_a_program_too() -> None:
     done = rlboost("--help")
     assert done.returncode == 0, done.stderr

@@ -279,3 +279,16 @@ def test_no_token_for_half_an_hour_is_stuck_unless_none_is_due() -> None:
     assert looks(slow, 5990, silent) == [], "its steps take that long"
     assert [w.code for w in slow.active] == []
     assert "limit 100 min" in looks(slow, 6010, silent, since=6000)[0]
+
+
+def test_a_copy_of_the_head_that_is_a_minute_old_is_reported_until_it_is_young_again() -> None:
+    monitor = HealthMonitor()
+    assert monitor.look(facts(0.0, 8, backup_lag_s=59.0)) == []
+    (begun,) = monitor.look(facts(1.0, 8, backup_lag_s=61.0, backup_problem="403 Forbidden"))
+    assert (begun.kind, begun.warning.code) == ("warning", "backup")
+    assert begun.warning.text.endswith("is 61 s old (limit 60 s). Last error: 403 Forbidden")
+    assert monitor.look(facts(2.0, 8, backup_lag_s=31.0)) == []
+    assert [warning.value for warning in monitor.active] == [31.0]
+    (ended,) = monitor.look(facts(3.0, 8, backup_lag_s=6.0))
+    assert ended.kind == "recovered"
+    assert monitor.look(facts(4.0, 8, backup_lag_s=None)) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from pathlib import Path
 
@@ -157,6 +158,27 @@ def test_only_a_version_with_the_same_content_is_reused(tmp_path: Path) -> None:
     with Publisher(store, "bfloat16", lambda _: None) as later:
         found = [later.find_stored(content(weights(seed))) for seed in range(3)]
     assert [None if each is None else each.version for each in found] == [0, 1, None]
+
+
+def test_weights_of_a_lost_head_keep_their_number_and_no_other_weights_get_it(tmp_path: Path) -> None:
+    lost = WeightStore(tmp_path / "lost")
+    with Publisher(lost, "bfloat16", lambda _: None) as publisher:
+        for version in (4, 5):
+            publisher.begin(version, content(weights(version)))
+        publisher.ready()
+    store = WeightStore(tmp_path / "weights")
+    (store.folder / "former").mkdir(parents=True)
+    for version in (4, 5):
+        shutil.copyfile(
+            lost.path(version) / "manifest.json", store.folder / "former" / f"v{version:06d}.json"
+        )
+    assert (store.versions(), store.last_number()) == ([], 5)
+    with Publisher(store, "bfloat16", lambda _: None) as later:
+        assert [later.former_number(content(weights(seed))) for seed in (3, 4)] == [None, 4]
+        later.begin(4, content(weights(4)))
+        later.ready()
+        assert later.former_number(content(weights(4))) is None  # it is stored here now
+    assert store.last_number() == 5
 
 
 def test_a_scratch_folder_is_empty_and_gone_even_after_a_kill(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ Nothing here waits: effects are handed to the links and the fleet, which own the
 from __future__ import annotations
 
 import asyncio
+import datetime
 import json
 import logging
 import shutil
@@ -82,7 +83,7 @@ from rlboost_runtime.protocol.messages import (
     StepStartedMessage,
     WorkItem,
 )
-from rlboost_runtime.run.folder import RunFolder
+from rlboost_runtime.run.folder import RunFolder, read_json, write_json
 from rlboost_runtime.seams import Clock, Disk
 
 log = logging.getLogger(__name__)
@@ -463,6 +464,11 @@ class CoreDriver:
 
     def _why_events_are_lost(self, read: EventReader) -> str:
         """Return why the event log may have lost its end, "" where it has not."""
+        restored = read_json(self.run.restored)
+        if restored is not None and not restored["taken"]:
+            when = datetime.datetime.fromtimestamp(restored["at"], datetime.UTC)
+            copy = f"its copy at {restored['url']}, as of {when:%F %T} UTC"
+            return f"the head was lost: the run continues from {copy}"
         if read.problem:
             return f"{read.problem}; the whole file was kept as events.damaged.log"
         newest = max(self.run.journal.glob("step-*.seg"), default=None)
@@ -583,6 +589,9 @@ class CoreDriver:
         self.requests.begin(self.apply, self.now)
         for event in self._late:
             self.apply(replace(event, at=self.now()))
+        restored = read_json(self.run.restored)
+        if restored is not None and not restored["taken"]:
+            write_json(self.run.restored, {**restored, "taken": True}, durably=True)
 
     async def close(self) -> None:
         """Write both journals to their ends. Raises `RuntimeFault` when the disk refuses."""

@@ -37,18 +37,19 @@ from obstore import exceptions
 from rlboost_runtime.errors import ConfigError, ProtocolError, RuntimeFault
 from rlboost_runtime.job import Job
 from rlboost_runtime.logs import event
+from rlboost_runtime.run.bucket import COMPLETE, first_line, open_output
 from rlboost_runtime.run.folder import RunFolder, read_json, write_json
-from rlboost_runtime.weights.pull.bucket import first_line, open_output
 
 log = logging.getLogger(__name__)
 
-COMPLETE = "complete.json"
 REQUEST_S = 120.0
 """Longest time of one request, a part of a large file being one, with the library's own retries."""
 FINAL_S = 1800.0
 """So long is the final model tried anew, from its first failure on."""
 PAUSE_S = 10.0
 """Between two tries of the final model."""
+LEAST_KEPT = 2
+"""Checkpoints that stay there at least: a lost head is resumed from the newest that its event log covers."""
 _SNAPSHOT = ".output-"
 
 
@@ -200,7 +201,7 @@ class OutputCopies:
         """Delete all but the newest checkpoints."""
         found = obstore.list_with_delimiter(self._bucket, "checkpoints")["common_prefixes"]
         names = sorted((each.strip("/").rpartition("/")[2] for each in found), key=lambda n: (len(n), n))
-        for name in names[: -self._keep]:
+        for name in names[: -max(LEAST_KEPT, self._keep)]:
             prefix = f"checkpoints/{name}"
             for file in sorted(self._sizes(prefix), key=lambda each: each != COMPLETE):
                 obstore.delete(self._bucket, f"{prefix}/{file}")

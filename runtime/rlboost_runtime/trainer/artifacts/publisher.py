@@ -202,14 +202,25 @@ class Publisher(BackgroundWork):
         versions = self._store.versions()
         if not versions:
             return None
+        digest = self._digest(content)
+        manifests = (read_manifest(self._store.path(version)) for version in reversed(versions))
+        return next((manifest for manifest in manifests if manifest.content_digest == digest), None)
+
+    def former_number(self, content: VersionContent) -> int | None:
+        """Return the number under which a head that was lost had published exactly this content: responses to
+        it go on."""
+        former = [each for each in self._store.former() if each.version not in self._store.versions()]
+        digest = self._digest(content) if former else ""
+        return next((each.version for each in former if each.content_digest == digest), None)
+
+    def _digest(self, content: VersionContent) -> str:
+        """Return the digest that a version with this content has."""
         self.ready()
         self._copy.take(content.weights())
         with scratch_folder(self._store.folder.parent) as folder:
             self._write(folder, content.configs())
             paths = sorted(folder.iterdir())
-            digest = content_digest([describe_file(path, self._store.chunk_bytes) for path in paths])
-        manifests = (read_manifest(self._store.path(version)) for version in reversed(versions))
-        return next((manifest for manifest in manifests if manifest.content_digest == digest), None)
+            return content_digest([describe_file(path, self._store.chunk_bytes) for path in paths])
 
     def _publish(
         self,

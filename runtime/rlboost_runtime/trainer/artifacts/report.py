@@ -11,17 +11,17 @@ from __future__ import annotations
 import json
 import logging
 import sqlite3
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 import obstore
 from obstore import exceptions
 
+from rlboost_runtime.billing.ledger_file import in_one_file
 from rlboost_runtime.errors import ProtocolError, RuntimeFault
 from rlboost_runtime.logs import event
+from rlboost_runtime.run.bucket import first_line, open_output
 from rlboost_runtime.run.folder import RunFolder, read_json, write_atomically
-from rlboost_runtime.weights.pull.bucket import first_line, open_output
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def put_report(run: RunFolder, output: str) -> bool:
     try:
         bucket = open_output(run, output, REQUEST_S)
         if run.ledger.exists():
-            obstore.put(bucket, f"{_FOLDER}/{_LEDGER}", _in_one_file(run.ledger))
+            obstore.put(bucket, f"{_FOLDER}/{_LEDGER}", in_one_file(run.ledger))
         for path in _files(run):
             obstore.put(bucket, f"{_FOLDER}/{path.relative_to(run.path).as_posix()}", path)
         outcome = {**(read_json(run.outcome) or {}), _ENDED: run.outcome.stat().st_mtime_ns}
@@ -88,17 +88,3 @@ def take_report(run: RunFolder, output: str, after_ns: int = 0) -> bool:
 def _files(run: RunFolder) -> Iterator[Path]:
     yield from (path for name in _WHOLE if (path := run.path / name).exists())
     yield from (path for path in sorted(run.logs.rglob("*")) if path.is_file())
-
-
-def _in_one_file(path: Path) -> bytes:
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / "copy"
-        source = sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, timeout=10)
-        target = sqlite3.connect(copy)
-        try:
-            source.backup(target)
-            target.execute("PRAGMA journal_mode = DELETE")
-        finally:
-            target.close()
-            source.close()
-        return copy.read_bytes()

@@ -197,10 +197,15 @@ class RolloutClient:
         self.version = version
 
     def reuse_stored(self, content: VersionContent) -> bool:
-        """Announce the stored version with the same content, if there is one: an earlier process's."""
+        """Announce the stored version with the same content, if there is one: an earlier process's. One that
+        a lost head had is published again, under its number."""
         manifest = self.publisher.find_stored(content)
         if manifest is None:
-            return False
+            former = self.publisher.former_number(content)
+            if former is not None:
+                self.publisher.begin(former, content)
+                self.version = former
+            return former is not None
         self.version = manifest.version
         self._announce(Publication(manifest, 0.0, 0.0))
         return True

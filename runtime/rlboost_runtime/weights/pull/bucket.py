@@ -17,7 +17,6 @@ the SDKs' usual environment variables, files and instance roles.
 from __future__ import annotations
 
 import asyncio
-import datetime
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,10 +24,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import obstore
 from obstore import exceptions
-from obstore.store import from_url
 
 from rlboost_runtime.errors import ProtocolError, RuntimeFault
-from rlboost_runtime.run.folder import RunFolder
+from rlboost_runtime.run.bucket import first_line, open_bucket
 from rlboost_runtime.weights import manifest as manifests
 from rlboost_runtime.weights.manifest import MANIFEST, MAX_MANIFEST_BYTES, File, Manifest
 from rlboost_runtime.weights.pull.range_client import Absent, Damaged, Fill, Unusable
@@ -37,8 +35,6 @@ if TYPE_CHECKING:
     from obstore import Bytes
     from obstore.store import ObjectStore
 
-RETRIES = 2
-"""Of one request, by the library; a pull tries again anyway."""
 UPLOAD_TIMEOUT_S = 600.0
 """Longest time that one part of an upload may take, retries included."""
 LEAST_PART_BYTES = 8 * 1024 * 1024
@@ -49,27 +45,6 @@ UPLOADS = 4
 _FILES = "files"
 
 T = TypeVar("T")
-
-
-def open_bucket(url: str, timeout_s: float) -> ObjectStore:
-    """Return the bucket; nothing is sent yet. Raises `ProtocolError` on an unusable URL."""
-    seconds = datetime.timedelta(seconds=timeout_s)
-    options: Any = {"timeout": seconds, "connect_timeout": seconds, "allow_http": True}
-    retries: Any = {"max_retries": RETRIES, "retry_timeout": seconds}
-    try:
-        if url.startswith("file:"):
-            return from_url(url, mkdir=True)
-        return from_url(url, client_options=options, retry_config=retries)
-    except (exceptions.BaseError, ValueError) as exc:
-        raise ProtocolError(
-            f"weights.bucket {url!r} cannot be used: {first_line(exc)}",
-            "give a URL such as s3://BUCKET/PREFIX",
-        ) from exc
-
-
-def open_output(run: RunFolder, output: str, timeout_s: float) -> ObjectStore:
-    """Return the run's place at a job's `output`: a bucket's URL, or the path of a folder."""
-    return open_bucket(run.place_in(f"file://{output}" if output.startswith("/") else output), timeout_s)
 
 
 def upload(bucket: ObjectStore, folder: Path) -> int:
@@ -259,8 +234,3 @@ def _explaining(name: str) -> Iterator[None]:
         ) from exc
     except (exceptions.BaseError, OSError) as exc:
         raise Unusable(f"{name}: {first_line(exc)}") from exc
-
-
-def first_line(exc: Exception) -> str:
-    """Return the first line of the message, without the library's details."""
-    return (str(exc).splitlines() or [type(exc).__name__])[0]

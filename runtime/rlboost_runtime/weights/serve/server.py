@@ -32,11 +32,12 @@ from urllib.parse import urlsplit
 from rlboost_runtime.errors import ProtocolError, RLBoostError, RuntimeFault, port_taken
 from rlboost_runtime.logs import event, explain, setup
 from rlboost_runtime.run import security
+from rlboost_runtime.run.bucket import open_bucket
 from rlboost_runtime.run.credentials import Readers
 from rlboost_runtime.run.folder import RunFolder, read_json, write_json
 from rlboost_runtime.run.head import endpoint, listen_host, read_address
 from rlboost_runtime.run.resolved import read_resolved
-from rlboost_runtime.weights.pull.bucket import UPLOAD_TIMEOUT_S, open_bucket, prune_bucket, upload
+from rlboost_runtime.weights.pull.bucket import UPLOAD_TIMEOUT_S, prune_bucket, upload
 from rlboost_runtime.weights.serve.catalog import StoreCatalog
 from rlboost_runtime.weights.serve.http import WeightHttpServer
 from rlboost_runtime.weights.store.store import VersionGone, WeightStore

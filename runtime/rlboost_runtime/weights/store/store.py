@@ -4,6 +4,7 @@
 
     weights/v000012/          a complete version; see `weights.manifest` for its files
     weights/v000012/.lease    locked shared (flock) by every reader of the version
+    weights/former/           manifests of versions of a lost head, whose numbers are not used for others
     weights/.building-*/      a version being built (its builder holds the lease) or deleted
 
 Guarantees: a folder named by a version is complete, durable and never changes; a failed or killed
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LEASE = ".lease"
+FORMER = "former"
+"""Folder with the manifests of versions that a lost head had published (`backup.restore`)."""
 CHUNK_BYTES = 4 * 1024 * 1024
 _BUILDING = ".building-"
 _DAMAGED = ".damaged"
@@ -107,9 +110,16 @@ class WeightStore:
         return sorted(n for n in numbers if n is not None)
 
     def last_number(self) -> int:
-        """Return the highest number that a version has or, before it was found damaged, had; -1: none."""
+        """Return the highest number that a version has or, before it was found damaged or its head was lost,
+        had; -1: none."""
         names = [path.name.removesuffix(_DAMAGED) for path in self.folder.glob("v*")]
+        names += [path.stem for path in self.folder.glob(f"{FORMER}/v*.json")]
         return max((n for name in names if (n := manifests.parse_version_name(name)) is not None), default=-1)
+
+    def former(self) -> list[Manifest]:
+        """Return the versions that a lost head had published, newest first; their files are gone."""
+        paths = sorted(self.folder.glob(f"{FORMER}/v*.json"), reverse=True)
+        return [manifests.decode_manifest(path.read_bytes()) for path in paths]
 
     def latest(self) -> int | None:
         """Return the highest version, None where there is none."""
