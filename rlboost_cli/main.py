@@ -123,6 +123,9 @@ _MODULES: dict[str, dict[str, str]] = {
         "dashboard": "Show runs in a browser: curves, machines, samples and the bill, live",
         "report": "Write a run's curves, machines, samples and bill into one HTML file",
     },
+    "machine": {
+        "ssh": "Open a shell on a run's head or on one of its machines",
+    },
     "end": {
         "preempt": "Preempt one instance, as its cloud would",
         "chaos": "Kill and pause parts of a run at random, then audit what it made",

@@ -48,6 +48,8 @@ COMMANDS = (
     ("doctor", "old"),
     ("launch", "left", "--yes"),
     ("preempt", "left", "spot-0"),
+    ("ssh", "left"),
+    ("ssh", "left", "spot-0", "--", "true"),
     ("chaos", "left"),
     ("generate", "left", "rows.jsonl", "answers.jsonl"),
     ("down", "left", "--yes"),
