@@ -41,6 +41,7 @@ STATUS: dict[str, Any] = {
     "tokens_per_s": 812.5,
     "started_at": 1790000000.25,
     "trainer": {"connected": True},
+    "backup": {"lag_s": 4.5, "lag_bytes": 1300},
     "warnings": [{"code": "truncated"}, {"code": "stuck"}],
     "evaluations": [
         {"name": "", "step": 6, "values": {"reward_mean": 0.5}},
@@ -49,6 +50,8 @@ STATUS: dict[str, Any] = {
     "loop_lag_p99_ms": 2.5,
 }  # fmt: skip
 SAME = {
+    "backup_lag_seconds": ("backup", "lag_s"),
+    "backup_lag_bytes": ("backup", "lag_bytes"),
     "steps_total": ("step",),
     "steps_target": ("steps",),
     "step_responses_finished": ("step_responses", "finished"),
