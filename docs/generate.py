@@ -78,6 +78,11 @@ flickers nor repeats. `rlboost status` (key `warnings` with `--json`), the live 
 show the warnings in force; the beginning and the end of each are events of the run. A warning never ends a
 run."""
 
+TRACES = """\
+With `tracking: {otlp: "http://HOST:4318"}` the trainer sends a trace per step to a collector, by OTLP over
+HTTP. Its root, `step`, has the step's metrics as attributes; below it are `train`, `publish`, `checkpoint`,
+and a `wait` for each stretch of time that none of them covers: for responses, rewards or the GPUs. An
+attribute of its resource names the run. A collector that is away holds nothing up; what it misses is lost."""
 PROMETHEUS_INTRODUCTION = """\
 The coordinator answers `/metrics` on its port, over TLS and with the run's token, like everything there. The
 figures are those of `rlboost status --json`. This goes into `scrape_configs` of a Prometheus on the head;
@@ -115,6 +120,7 @@ def metrics_page() -> str:
         head = ["| metric | unit | meaning | healthy | otherwise |", "|---|---|---|---|---|"]
         parts += [f"### {section}", "\n".join([*head, *rows])]
     parts += ["## Prometheus", PROMETHEUS_INTRODUCTION, _prometheus_table()]
+    parts += ["## OpenTelemetry", TRACES]
     return "\n\n".join(parts) + "\n"
 
 

@@ -66,6 +66,9 @@ class Tracking(Model):
     """Event files in the run's folder, under tensorboard/."""
     wandb: Wandb | None = None
     """Weights & Biases, which `pip install 'rlboost[track]'` brings; null: off."""
+    otlp: Annotated[str, Field(pattern=r"^https?://")] | None = None
+    """OpenTelemetry collector that gets a trace per step by OTLP over HTTP, such as http://HOST:4318; headers
+    are those of OTEL_EXPORTER_OTLP_HEADERS (`secrets`). `rlboost[track]` brings the SDK; null: off."""
 
 
 class Evidence(Model):

@@ -67,7 +67,7 @@ from rlboost_runtime.trainer.rollout.metrics import (
     pick_samples,
 )
 from rlboost_runtime.trainer.rollout.step_stream import Waits
-from rlboost_runtime.trainer.tracking import Trackers
+from rlboost_runtime.trainer.tracking import Block, Trackers
 
 log = logging.getLogger(__name__)
 
@@ -77,15 +77,19 @@ class Seconds:
     """Seconds of a step by activity."""
 
     spent: dict[str, float] = field(default_factory=dict)
+    blocks: list[Block] = field(default_factory=list)
+    """When each was done, in order."""
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
         """Add the time of the block to `name`."""
-        started = time.monotonic()
+        started, began = time.monotonic(), time.time_ns()
         try:
             yield
         finally:
-            self.spent[name] = self.spent.get(name, 0.0) + time.monotonic() - started
+            seconds = time.monotonic() - started
+            self.spent[name] = self.spent.get(name, 0.0) + seconds
+            self.blocks.append(Block(name, began, began + round(seconds * 1e9)))
 
 
 class TrainerLoop:
@@ -267,7 +271,7 @@ class TrainerLoop:
         state.line["checkpoint_s"] = seconds.spent["checkpoint"]
         state.line["checkpoint_write_s"] = self._writer.last_write_s
         self._client.report(_report(state, checkpointed=False))
-        self._trackers.log(state.line)
+        self._trackers.log(state.line, seconds.blocks)
         event(
             log, "step.trained", reward_mean=state.reward_mean and round(state.reward_mean, 4),
             loss=round(state.line["loss"], 4), tokens=state.tokens_trained,

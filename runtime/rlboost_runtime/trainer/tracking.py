@@ -1,4 +1,5 @@
-"""Step metrics for TensorBoard and Weights & Biases, as the job's `tracking` asks for.
+"""Step metrics for TensorBoard and Weights & Biases, and a trace per step for OpenTelemetry, as the job's
+`tracking` asks for.
 
 Guarantees: a run that comes back goes on with the same curves. What it repeats replaces what TensorBoard has;
 W&B keeps what it was told first. A tracker that is asked for and not installed is a `ConfigError` before the
@@ -11,8 +12,8 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Callable, Mapping
-from typing import Any, Self, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Self, TypeAlias
 
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.job import Job, Wandb
@@ -28,8 +29,22 @@ CLOSE_S = 60.0
 """Longest time for the last curves to arrive at W&B; what is left then lies in the run's `wandb/`."""
 
 
-Tracker: TypeAlias = "_TensorBoard | _Wandb"
-"""One place that curves go to."""
+EXPORT_S = 10
+"""Longest time for a batch of traces to arrive."""
+LEAST_WAIT_NS = 1_000_000
+"""Gaps shorter than this are none."""
+
+
+class Block(NamedTuple):
+    """What the trainer did at a time, in nanoseconds since the Unix epoch."""
+
+    name: str
+    began_ns: int
+    ended_ns: int
+
+
+Tracker: TypeAlias = "_TensorBoard | _Wandb | _Traces"
+"""One place that curves or traces go to."""
 
 
 class Trackers:
@@ -42,6 +57,9 @@ class Trackers:
         if job.tracking.tensorboard:
             _require("tensorboard")
             self._open("tensorboard", lambda: _TensorBoard(run, first_step))
+        if (otlp := job.tracking.otlp) is not None:
+            _require("opentelemetry.exporter.otlp.proto.http", "opentelemetry-exporter-otlp-proto-http")
+            self._open("otlp", lambda: _Traces(run, otlp))
         if wanted is None:
             return
         _require("wandb")
@@ -65,10 +83,13 @@ class Trackers:
         for tracker in list(self._trackers):
             self._guarded(tracker, tracker.close)
 
-    def log(self, line: Mapping[str, float]) -> None:
-        """Take a step's line of `metrics.jsonl`."""
+    def log(self, line: Mapping[str, float], blocks: Sequence[Block] = ()) -> None:
+        """Take a step's line of `metrics.jsonl`, and what the trainer did in it."""
         for tracker in list(self._trackers):
-            self._guarded(tracker, lambda tracker=tracker: tracker.log(int(line["step"]), line))  # type: ignore[misc]
+            if isinstance(tracker, _Traces):
+                self._guarded(tracker, lambda tracker=tracker: tracker.log(line, blocks))  # type: ignore[misc]
+            else:
+                self._guarded(tracker, lambda tracker=tracker: tracker.log(int(line["step"]), line))  # type: ignore[misc]
 
     def _guarded(self, tracker: Tracker, act: Callable[[], None]) -> None:
         try:
@@ -81,11 +102,15 @@ class Trackers:
             )  # fmt: skip
 
 
-def _require(package: str) -> None:
-    if importlib.util.find_spec(package) is None:
-        raise ConfigError(
-            f"tracking.{package}: {package} is not installed on the head", f"pip install {package}"
-        )
+def _require(package: str, distribution: str = "") -> None:
+    try:
+        is_here = importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # a package above it is missing
+        is_here = False
+    if not is_here:
+        name = distribution or package
+        field = "otlp" if distribution else package
+        raise ConfigError(f"tracking.{field}: {name} is not installed on the head", f"pip install {name}")
 
 
 class _TensorBoard:
@@ -129,3 +154,57 @@ class _Wandb:
 
     def close(self) -> None:
         self._run.finish()
+
+
+class _Traces:
+    """A trace per step, sent by OTLP over HTTP: the step with its figures, below it what the trainer did.
+
+    Time of the step that no block covers is a `wait`: for responses, rewards or the GPUs. Sent by a thread of
+    its own; what a collector does not take within its deadline is dropped.
+    """
+
+    def __init__(self, run: RunFolder, endpoint: str) -> None:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # it would say each lost batch
+        exporter = OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces", timeout=EXPORT_S)
+        self._provider = TracerProvider(
+            resource=Resource.create({"service.name": "rlboost", "rlboost.run": run.name})
+        )
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._tracer = self._provider.get_tracer("rlboost")
+
+    def log(self, line: Mapping[str, float], blocks: Sequence[Block]) -> None:
+        from opentelemetry import trace
+
+        if not blocks or "step_s" not in line:
+            return  # of the final weights: there is no step
+        ended = max(block.ended_ns for block in blocks)
+        began = min(blocks[0].began_ns, ended - round(line["step_s"] * 1e9))
+        root = self._tracer.start_span("step", start_time=began, attributes=dict(line))
+        within = trace.set_span_in_context(root)
+        for name, from_ns, to_ns in _with_waits(blocks, began):
+            self._tracer.start_span(name, within, start_time=from_ns).end(to_ns)
+        root.end(ended)
+
+    def close(self) -> None:
+        self._provider.shutdown()
+
+
+def _with_waits(blocks: Sequence[Block], began_ns: int) -> list[Block]:
+    """Return the blocks in order, those of one name that follow one another as one, and the gaps as waits."""
+    found: list[Block] = []
+    at = began_ns
+    for block in sorted(blocks, key=lambda block: block.began_ns):
+        if block.began_ns - at > LEAST_WAIT_NS:
+            found.append(Block("wait", at, block.began_ns))
+        last = found[-1] if found else None
+        if last is not None and last.name == block.name:
+            found[-1] = Block(block.name, last.began_ns, max(last.ended_ns, block.ended_ns))
+        else:
+            found.append(block)
+        at = max(at, block.ended_ns)
+    return found
