@@ -49,6 +49,7 @@ model: {{init: tiny, hidden_size: 32, num_layers: 1, warmup: null}}
 data: {{source: prompts.jsonl}}
 reward: rewards.py:score
 reward_timeout_s: 1.0
+reward_sandbox: off  # its function leaves marks for the next process
 algorithm: {{group_size: 4, prompts_per_step: 6, steps: 3, max_prompt_tokens: 64, max_response_tokens: 24}}
 trainer: {{price_usd_per_hour: 10.0}}
 rollout:
