@@ -14,6 +14,8 @@ from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.health.glossary import GLOSSARY, IMPORTANT, is_important, similar
 from rlboost_runtime.run.folder import RunFolder
 
+REFERENCE_KL = "reference_kl"
+"""Of interest only where the job has a reference."""
 COMPUTED = "tokens_per_s"
 """The one metric that is not in the file."""
 
@@ -46,6 +48,8 @@ class MetricHistory:
         if every:
             return written
         others = [name for name in written if is_important(name) and name not in IMPORTANT]
+        if any(row.get(REFERENCE_KL) for row in self.rows):  # 0 throughout: the job has no reference
+            others.append(REFERENCE_KL)
         return [name for name in IMPORTANT if name in written] + others
 
 

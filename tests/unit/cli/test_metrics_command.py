@@ -68,7 +68,10 @@ def test_the_important_metrics_fit_eighty_columns(home: Path) -> None:
     assert max(map(len, lines)) <= 80
     assert lines[0] == "long: 150 steps trained"
     assert lines[2].split() == ["metric", "first", "last", "best", "steps", "1", "to", "150"]
-    assert [line.split()[0] for line in lines[3:] if not line.startswith("  ")] == list(IMPORTANT)
+    assert [line.split()[0] for line in lines[3:] if not line.startswith("  ")] == [
+        *IMPORTANT,
+        "reference_kl",
+    ]
     reward = next(line for line in lines if line.startswith("reward_mean"))
     assert reward.split()[1:4] == ["0.0000", "0.7450", "0.7450"]
     assert any("prompts that are never trained on" in line for line in lines), "each has its meaning"
@@ -172,3 +175,10 @@ def test_warnings_at_the_end_fit_the_summary() -> None:
     lines = full_warnings(unhealthy().warnings, WIDTH)
     assert max(map(len, lines)) <= WIDTH
     assert sum(line.startswith("warning") for line in lines) == 1
+
+
+def test_the_kl_to_a_reference_is_shown_where_there_is_a_reference(home: Path) -> None:
+    make_run(home, "held", [row(step) | {"reference_kl": step / 100} for step in range(3)])
+    assert "\nreference_kl " in rlboost("metrics", "held").stdout
+    make_run(home, "free", [row(step) | {"reference_kl": 0.0} for step in range(3)])
+    assert "\nreference_kl " not in rlboost("metrics", "free").stdout
