@@ -6,14 +6,18 @@ import json
 import re
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from rlboost_runtime.run.folder import RunFolder
+from rlboost_runtime.billing.launch_records import MachineRecord
+from rlboost_runtime.billing.ledger import Ledger
+from rlboost_runtime.health.glossary import GLOSSARY
+from rlboost_runtime.job import Job
+from rlboost_runtime.run.folder import RunFolder, write_json
 from tests.e2e import browser
 from tests.e2e.e2e_rig import PATIENCE, Cli
 
@@ -117,6 +121,51 @@ def test_the_page_is_used_without_a_mouse(cli: Cli) -> None:
         page.evaluate("document.querySelector('summary').focus()")
         page.press("Enter")
         assert page.evaluate("document.querySelector('details').open")
+
+
+def test_a_long_run_opens_at_once_and_stays_small(cli: Cli) -> None:
+    """500 steps, 200 machines and 100,000 samples."""
+    long_run(cli.run_folder("long"))
+    with dashboard(cli, "long") as address, browser.page() as page:
+        page.open(address)
+        assert page.wait("!!document.querySelector('.tile')", 3 * PATIENCE) < 3 * PATIENCE
+        page.wait("document.querySelectorAll('.sample').length > 0", 3 * PATIENCE)
+        page.evaluate("document.querySelector('input[type=search]').focus()")
+        page.call("Input.insertText", text="prompt 77777 ")
+        page.wait("document.body.innerText.includes('response 77777')", 3 * PATIENCE)
+        assert page.problems == []
+        page.call("HeapProfiler.collectGarbage")
+        assert page.call("Runtime.getHeapUsage")["usedSize"] < 100e6
+
+
+def long_run(run: RunFolder) -> None:
+    """Write the folder of such a run, which is done."""
+    run.logs.mkdir(parents=True)
+    fields = {"name": "long", "model": {"init": "tiny"}, "data": {"source": "p"}}
+    run.job_json.write_text(Job.model_validate(fields).canonical_json())
+    status = {"run": "long", "state": "done", "step": 500, "started_at": 1000.0, "at": 51_000.0}
+    write_json(run.status, status)
+    write_json(run.outcome, {"state": "done"})
+    names = [name for name in GLOSSARY if name != "step"]
+    with run.metrics.open("w") as file:
+        for step in range(500):
+            row = {"step": step} | {name: step % 7 + n for n, name in enumerate(names)}
+            file.write(json.dumps(row) + "\n")
+    with run.samples.open("w") as file:
+        for n in range(100_000):
+            sample = {
+                "step": n // 200,
+                "prompt": f"prompt {n} " + "p" * 200,
+                "response": f"response {n} " + "r" * 400,
+            }
+            file.write(json.dumps(sample | {"reward": 0.5, "tokens": 100, "finish_reason": "stop"}) + "\n")
+    with closing(Ledger(run.ledger)) as ledger:
+        for n in range(200):
+            at = 1000.0 + 200 * n
+            ledger.intend(MachineRecord(f"spot-{n}", "aws", "us-east-1a", "H100:8", 20_000_000, "job", at))
+            ledger.launched(f"spot-{n}", at)
+            ledger.ended(f"spot-{n}", at + 3600.0, "preempted")
+            ledger.note(at, "launched", f"spot-{n} launched")
 
 
 def kill(run: RunFolder, role: str) -> None:
