@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import ast
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+from typer.main import get_command
 
 import rlboost_templates
 from rlboost_cli.foreign.mapping import Framework, OptionRule, as_yaml
 from rlboost_cli.foreign.reading import FRAMEWORKS
+from rlboost_cli.main import COMMANDS, app
 from rlboost_runtime.health import limits
 from rlboost_runtime.health.glossary import GLOSSARY, Metric
 from rlboost_runtime.health.rules import BACKUP, FLEET, FLEET_KINDS, STORM, STUCK, Kind, step_rules
@@ -78,6 +83,20 @@ flickers nor repeats. `rlboost status` (key `warnings` with `--json`), the live 
 show the warnings in force; the beginning and the end of each are events of the run. A warning never ends a
 run."""
 
+COMMANDS_INTRODUCTION = """\
+Exit codes: 0 done or detached, 1 failed, 2 bad input, 3 no such run or instance, 4 no capacity, 5 budget
+reached, 6 credentials or quota, 7 cloud unreachable, 130 interrupted before there was a run.
+
+`rlboost --install-completion` installs completion of commands, runs and instances for your shell. Colour
+follows `NO_COLOR` and whether the output is a terminal. [JSON output](json.md) lists the keys of `--json`.
+
+| environment variable | |
+|---|---|
+| `RLBOOST_HOME` | folder of runs, caches and traces; `~/.rlboost` |
+| `NO_COLOR` | set: no colour |
+| `HF_HOME`, `HF_TOKEN`, `HF_ENDPOINT`, `HF_HUB_OFFLINE` | those of `huggingface_hub` |
+| `WANDB_API_KEY` | for `tracking.wandb`; list it under the job's `secrets` where the head is elsewhere |
+| `AWS_PROFILE`, `GOOGLE_APPLICATION_CREDENTIALS`, ... | those of the clouds' own libraries |"""
 TRACES = """\
 With `tracking: {otlp: "http://HOST:4318"}` the trainer sends a trace per step to a collector, by OTLP over
 HTTP. Its root, `step`, has the step's metrics as attributes; below it are `train`, `publish`, `checkpoint`,
@@ -241,11 +260,53 @@ rate. Tests compare value and gradient with TRL's.
 """
 
 
+def commands_page() -> str:
+    """Return docs/commands.md."""
+    parts = [
+        "# Commands",
+        "<!-- Written by docs/generate.py from rlboost_cli/commands/: do not edit. -->",
+        COMMANDS_INTRODUCTION,
+        "\n".join(f"- [`{name}`](#{name}): {sentence}" for name, sentence in COMMANDS.items()),
+    ]
+    group: Any = get_command(app)  # typer's own click
+    for name in COMMANDS:
+        parts += _command_parts(name, group.commands[name])
+    return "\n\n".join(parts) + "\n"
+
+
+def _command_parts(name: str, command: Any) -> Iterator[str]:
+    sentence, _, examples = str(command.help).partition("\n\n")
+    yield f"## `{name}`"
+    yield f"{sentence}."
+    lines = [line.partition(": ")[2] for line in examples.splitlines() if line.startswith("Example: ")]
+    if lines:
+        yield "```sh\n" + "\n".join(lines) + "\n```"
+    rows = [row for each in command.params if (row := _row(each)) is not None]
+    if rows:
+        yield "\n".join(["| | | default |", "|---|---|---|", *rows])
+
+
+def _row(parameter: Any) -> str | None:
+    if parameter.name == "help":
+        return None
+    is_option = parameter.opts[0].startswith("-")
+    names = "/".join([*parameter.opts, *parameter.secondary_opts])
+    shown = names if is_option else parameter.metavar or parameter.name.upper()
+    if is_option and not parameter.is_flag:
+        shown += f" {parameter.metavar or 'VALUE'}"
+    default = parameter.default
+    is_plain = not (default is None or default is False or callable(default) or default in ([], ()))
+    value = f"`{getattr(default, 'value', default)}`" if is_plain and default is not True else ""
+    words = str(parameter.help or "").replace("|", "\\|")
+    return f"| `{shown}` | {words} | {value} |"
+
+
 PAGES = {
     "job-file.md": job_file_page,
     "metrics.md": metrics_page,
     "coming-from.md": coming_from_page,
     "losses.md": losses_page,
+    "commands.md": commands_page,
 }
 
 
