@@ -204,6 +204,16 @@ lock-machines: $(DEV) ## write anew the versions that machines and SkyPilot's ve
 build: $(DEV) ## wheel and source archive in dist/
 	$(BIN)/python -m build --no-isolation
 
+.PHONY: sbom
+sbom: $(DEV) ## what the wheel brings with the extras of a run: CycloneDX in build/, and the versions with hashes
+	@mkdir -p build
+	@$(BIN)/uv pip compile -q --generate-hashes --no-emit-index-url --no-emit-find-links --no-header \
+		--extra train --extra aws --extra gcp --extra ssh --extra data --extra track \
+		pyproject.toml -o build/requirements.txt
+	@$(BIN)/uvx -q --from "cyclonedx-bom==7.*" cyclonedx-py requirements build/requirements.txt \
+		--pyproject pyproject.toml --mc-type application -o build/rlboost.cdx.json
+	@echo build/rlboost.cdx.json
+
 .PHONY: ci
 ci: ## everything that a change has to pass
 	@$(MAKE) lint
