@@ -198,12 +198,14 @@ def _continued(
     seconds, growth = rows[0].started_s + body_s, steps / len(rows)
     simulated = sum(row.usd for row in rows)
     reserved_usd = preset.reserved_usd_per_hour * seconds / 3600.0
-    egress_usd = result.bill["egress"] * growth
     total = startup_usd + usd
-    spot_usd = max(0.0, total - reserved_usd - egress_usd)
+    away_usd = max(0.0, total - reserved_usd)  # spot machines and egress, in their simulated proportion
+    simulated_away = result.bill["spot"] + result.bill["egress"]
+    scale = away_usd / simulated_away if simulated_away else growth
+    spot_usd, egress_usd = result.bill["spot"] * scale, result.bill["egress"] * scale
+    spot_hours = result.bill["spot hours"] * scale
     more = (total / (startup_usd + simulated)) if startup_usd + simulated else growth
-    spot_hours = result.bill["spot hours"] * more
-    booting = _boot_s(result) / 3600.0 * more * (spot_usd / spot_hours if spot_hours else 0.0)
+    booting = _boot_s(result) / 3600.0 * scale * (spot_usd / spot_hours if spot_hours else 0.0)
     storage = found.reserved_storage_usd_per_hour * seconds / 3600.0
     spot_storage = found.spot_storage_usd_per_hour * spot_hours
     return _Run(

@@ -16,6 +16,7 @@ from pathlib import Path
 from rlboost_cli.simulation.calibration import calibrated, spot_pace, with_engine_pace
 from rlboost_cli.simulation.market import has_own_market, market_in_words, market_of
 from rlboost_cli.simulation.rates import Rates, boots_here, measured_rates
+from rlboost_cli.terminal.text import counted
 from rlboost_providers.base.prices import parse_accelerator, shipped_book
 from rlboost_providers.registry import (
     egress_usd_per_gb,
@@ -104,6 +105,12 @@ def simulated_job(job: Job, folder: Path) -> SimulatedJob:
             notes.append(f"spot engines are taken to run at {pace:.0%} of the calibrated speed")
         startup_s = startup_s if rates.startup_s is None else rates.startup_s
         notes.append(f"calibrated with {rates.num_steps} measured steps of run {rates.run}")
+    affordable = affordable_machines(job, preset)
+    if affordable < job.rollout.spot.max_instances:
+        notes.append(
+            f"budget.max_usd_per_hour has room for {affordable} of"
+            f" {counted(job.rollout.spot.max_instances, 'spot machine')}"
+        )
     if job.algorithm.max_staleness:
         notes.append("steps are simulated one after the other: max_staleness makes the run faster")
     if isinstance(job.model, TinyModel) and preset.reserved.gpu is not CPU:
@@ -163,9 +170,18 @@ def _preset(job: Job, model: ModelShape, machines: _Machines, head: float | None
         ),
         assumptions=on_gpus,
     )
-    most = job.rollout.spot.max_instances * preset.best_spot.engines  # as live
+    most = affordable_machines(job, preset) * preset.best_spot.engines  # as live
     preset = replace(preset, max_spot_instances=most)
     return _on_cores(job, preset) if machines.reserved.gpu is CPU else preset
+
+
+def affordable_machines(job: Job, preset: Preset) -> int:
+    """Return how many spot machines the job allows, by their number and by `budget.max_usd_per_hour`."""
+    most, cap = job.rollout.spot.max_instances, job.budget.max_usd_per_hour
+    cheapest = min((shape.usd_per_hour for shape in preset.spot), default=0.0)
+    if cap is None or cheapest <= 0:
+        return most
+    return min(most, max(0, int((cap - preset.reserved_usd_per_hour) / cheapest + 1e-9)))
 
 
 def _forward_passes(job: Job) -> float:

@@ -157,6 +157,9 @@ def _planned(found: PlanComparison | None, money: Usd) -> list[str]:
         for name, amount in asdict(found.difference_usd).items()
         if abs(amount) > least
     ]
+    rest = sum(amount for amount in asdict(found.difference_usd).values() if abs(amount) <= least)
+    if causes and round(rest, 4):
+        causes.append(f"others {'+' if rest >= 0 else '-'}{money(abs(rest))}")
     return _wrapped("plan      ", f"{words}: {', '.join(causes)}" if causes else words)
 
 

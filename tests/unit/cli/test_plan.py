@@ -618,3 +618,29 @@ def test_a_bad_job_is_bad_input_to_plan(home: Path) -> None:
     done = CliRunner().invoke(app, ["plan", str(path)])
     assert done.exit_code == 2
     assert "model" in done.stderr
+
+
+def test_the_hourly_budget_bounds_the_planned_fleet(home: Path) -> None:
+    """As in live runs: the reserved machine costs 10 $/h, each spot machine 2 $/h."""
+    for cap, machines in ((None, 3), (100.0, 3), (14.5, 2), (11.0, 0)):
+        found = simulated_job(job(budget={"max_usd_per_hour": cap}), home)
+        assert found.preset.max_spot_instances == machines
+        said = [note for note in found.notes if "max_usd_per_hour" in note]
+        assert said == (
+            [] if machines == 3 else [f"budget.max_usd_per_hour has room for {machines} of 3 spot machines"]
+        )
+    assert project(job(budget={"max_usd_per_hour": 11.0}), home).parts.spot_usd == 0
+
+
+@pytest.mark.parametrize("template", ["aws", "gcp", "multi-cloud"])
+def test_the_parts_of_a_plan_are_hours_times_prices(home: Path, template: str) -> None:
+    """Spot money over spot hours lies between the offers' prices, whatever egress takes."""
+    path = home / f"{template}.yaml"
+    path.write_text(rlboost_templates.text(template))
+    planned_job = load_job(path)
+    found = project(planned_job, home)
+    prices = [shape.usd_per_hour for shape in simulated_job(planned_job, home).preset.spot]
+    rate = (found.parts.spot_usd + found.parts.storage_usd) / found.parts.spot_hours
+    assert min(prices) * 0.99 <= rate
+    assert found.parts.spot_usd / found.parts.spot_hours <= max(prices) * 1.01
+    assert found.parts.total_usd == pytest.approx(found.usd.mean)
