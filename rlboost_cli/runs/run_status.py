@@ -5,6 +5,7 @@ Data only; `output` shows it.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from contextlib import closing
 from dataclasses import dataclass
@@ -166,7 +167,18 @@ def _stored(run: RunFolder) -> dict[str, Any]:
     outcome = read_json(run.outcome)
     if outcome is not None:
         data |= {"state": outcome.get("state", "stopped"), "outcome": outcome}
+        data["cost"] = _closed(run, data.get("cost") or {})
     return data
+
+
+def _closed(run: RunFolder, cost: dict[str, Any]) -> dict[str, Any]:
+    """Return the cost of an ended run: a coordinator that was killed did not write what the books say now."""
+    with contextlib.suppress(RLBoostError):
+        spent = spent_micro_usd(run)
+        if spent is not None:
+            known = cost.get("spent_usd") or 0.0
+            return {**cost, "spent_usd": max(known, spent / MICRO_USD_PER_USD)}
+    return cost
 
 
 def _age_s(run: RunFolder) -> float:

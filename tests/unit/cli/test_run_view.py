@@ -1,15 +1,20 @@
 from __future__ import annotations
 
 import re
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlboost_cli.runs.run_status import RunStatus
+from rlboost_cli.runs.run_status import RunStatus, run_status
 from rlboost_cli.terminal.screen import ASCII, UNICODE, Glyphs, Size
 from rlboost_cli.views.fleet_table import fleet_rows, fleet_table
 from rlboost_cli.views.run_view import PHASES, boot_times, live_lines, status_lines
+from rlboost_runtime.billing.launch_records import MachineRecord
+from rlboost_runtime.billing.ledger import Ledger
 from rlboost_runtime.protocol.status import read_status
+from rlboost_runtime.run.folder import RunFolder, write_json
 
 STATUS: dict[str, Any] = {
     "run": "demo",
@@ -312,3 +317,20 @@ def test_status_says_how_machines_came_into_service() -> None:
     lines = status_lines(found(machines=many), ASCII)
     assert "+ 3 earlier machines" in lines
     assert any(line.startswith("spot-10 ") for line in lines)
+
+
+def test_an_ended_run_has_spent_what_its_books_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its coordinator was killed, so that its last status is older than the bill that `down` closed."""
+    monkeypatch.setenv("RLBOOST_HOME", str(tmp_path))
+    run = RunFolder.named("cut")
+    run.path.mkdir(parents=True)
+    write_json(run.job_json, {"name": "cut"})
+    write_json(run.status, {"run": "cut", "state": "rollout", "cost": {"spent_usd": 0.33}})
+    with closing(Ledger(run.ledger)) as ledger:
+        ledger.intend(MachineRecord("spot-1", "local", "here", "cpu", 3_600_000_000, "job", 1000.0))
+        ledger.launched("spot-1", 1000.0)
+        ledger.ended("spot-1", 1002.0)
+    write_json(run.outcome, {"state": "stopped"})
+    assert run_status(run).data["cost"]["spent_usd"] == 2.0
+    run.ledger.unlink()
+    assert run_status(run).data["cost"]["spent_usd"] == 0.33
