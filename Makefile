@@ -77,7 +77,7 @@ quickstart-vllm: $(TRAIN) $(VLLM) ## install and run examples/quickstart-vllm.ya
 .PHONY: quickstart
 quickstart: $(TRAIN) ## install and run examples/quickstart.yaml: learning goes on while machines are killed
 	$(BIN)/rlboost launch examples/quickstart.yaml --yes
-	@echo; echo "The same scheduler on machines like the paper's, simulated (this run's prices say nothing about GPUs):"
+	@echo; echo "The same scheduler on machines like the paper's, simulated; the prices above are illustrative:"
 	$(BIN)/rlboost simulate --preset paper-8b --trace generated-p3 --window 0:1 --policy on_demand --policy rlboost
 
 # --- check ------------------------------------------------------------------------------------------------

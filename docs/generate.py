@@ -85,7 +85,8 @@ run."""
 
 COMMANDS_INTRODUCTION = """\
 Exit codes: 0 done or detached, 1 failed, 2 bad input, 3 no such run or instance, 4 no capacity, 5 budget
-reached, 6 credentials or quota, 7 cloud unreachable, 130 interrupted before there was a run.
+reached, 6 credentials or quota, 7 cloud unreachable, 8 rented GPUs cannot be used, 130 interrupted before
+there was a run.
 
 `rlboost --install-completion` installs completion of commands, runs and instances for your shell. Colour
 follows `NO_COLOR` and whether the output is a terminal. [JSON output](json.md) lists the keys of `--json`.
@@ -105,7 +106,8 @@ attribute of its resource names the run. A collector that is away holds nothing 
 PROMETHEUS_INTRODUCTION = """\
 The coordinator answers `/metrics` on its port, over TLS and with the run's token, like everything there. The
 figures are those of `rlboost status --json`. This goes into `scrape_configs` of a Prometheus on the head;
-HOME is your home folder, and PORT, which stays the same through restarts, is in the run's `endpoint.json`:
+HOME is your home folder, and PORT, which stays the same through restarts, ends the `url` in the run's
+`endpoint.json`:
 
 ```yaml
 - job_name: rlboost

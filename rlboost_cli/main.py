@@ -4,7 +4,8 @@ The list of commands, with a sentence for each, is a table, so `--help` imports 
 a command's module is imported when the command is called.
 
 Exit codes: 0 done or detached, 1 failed, 2 bad input, 3 no such run or instance, 4 no capacity, 5 budget
-reached, 6 credentials or quota, 7 cloud unreachable, 130 interrupted before there was a run.
+reached, 6 credentials or quota, 7 cloud unreachable, 8 rented GPUs cannot be used, 130 interrupted before
+there was a run.
 """
 
 from __future__ import annotations

@@ -37,8 +37,10 @@ def explained(error: ModuleNotFoundError) -> ConfigError | None:
 
 
 def require(job: Job) -> None:
-    """Raise `ConfigError` where this machine is to be the job's head and lacks what a head runs."""
+    """Raise `ConfigError` where this machine lacks what a head runs, or what reaches a head elsewhere."""
     if job.trainer.is_elsewhere:
+        if find_spec("paramiko") is None:
+            raise _missing("a run whose head is another machine", "paramiko", "ssh")
         return
     needed: dict[str, tuple[str, ...]] = {"run": ("aiohttp", "cryptography", "numba", "uvicorn")}
     if job.trainer.script is None:

@@ -331,7 +331,8 @@ def _network(ec2: Any, subnets: Sequence[str]) -> str:
     default = ec2.describe_vpcs(Filters=[{"Name": "is-default", "Values": ["true"]}])["Vpcs"]
     if not default:
         raise ConfigError(
-            "this AWS region has no default network", "name subnets, or: aws ec2 create-default-vpc"
+            "this AWS region has no default network, which machines are launched in",
+            "make one: aws ec2 create-default-vpc --region REGION",
         )
     return str(default[0]["VpcId"])
 

@@ -245,7 +245,7 @@ class Coordinator:
             log_event(log, "storage.repaired", level=logging.WARNING, problem=text)
             self._ledger.note(self._clock.wall(), "storage", text)
         self._revoke()
-        log_event(log, "coordinator.started", url=str(read_json(self._run.endpoint)))
+        log_event(log, "coordinator.started", url=(read_json(self._run.endpoint) or {}).get("url"))
         async with asyncio.TaskGroup() as tasks:
             serving = tasks.create_task(server.serve(sockets=[listener]))
             workers = [
