@@ -137,7 +137,7 @@ def reward(context: DoctorContext) -> Iterator[Finding]:
             firsts = {example.source: example for example in reversed(examples)}
             with RewardScorer.for_job(job, files, log) as scorer:
                 for _, example in sorted(firsts.items()):
-                    yield judge_reward(_score(scorer, example), example)
+                    yield judge_reward(_score(scorer, example), example, job)
     except ConfigError as error:
         yield failed("reward", error)
 
@@ -167,14 +167,23 @@ def judge_sandbox(job: Job, problem: str) -> Finding:
     return ok("sandbox", f"reward functions run in bubblewrap, {network}")
 
 
-def judge_reward(scored: Reward, example: Example) -> Finding:
+def _remedy(job: Job) -> str:
+    """Return what to do about a reward function that fails."""
+    remedy = "correct the function; a run ends if all rewards of a step fail"
+    if job.reward_sandbox != "off" and not job.reward_network:
+        what = "neither a network nor the job's secrets" if job.secrets else "no network"
+        remedy += f". In the sandbox it has {what} unless the job has reward_network: true"
+    return remedy
+
+
+def judge_reward(scored: Reward, example: Example, job: Job) -> Finding:
     """Judge the reward of the example's own answer, or of an empty response where it has none."""
     what = "an empty response" if example.answer is None else "the first prompt's own answer"
     if scored.failure is not None:
         return fail(
             "reward",
             f"{scored.failure} for {what}: {scored.problem.strip()}",
-            "correct the function; a run ends if all rewards of a step fail",
+            _remedy(job),
         )
     if example.answer is not None and scored.value <= 0:
         return warn(

@@ -57,7 +57,7 @@ def job_on(server: Sshd, cli: Cli, tmp_path: Path, name: str = "far", **changes:
         "python": sys.executable,
     }
     more = {"reward": "rewards.py:score", "env": {"MARKS": "10"}, "secrets": ["JUDGE_KEY"]}
-    return cli.job(name, trainer=trainer, **more, **changes)
+    return cli.job(name, trainer=trainer, reward_network=True, **more, **changes)
 
 
 def on_head(tmp_path: Path, name: str = "far") -> RunFolder:

@@ -119,7 +119,9 @@ def test_network_only_where_asked(tmp_path):
 def test_environment_is_the_jobs_own(tmp_path, monkeypatch):
     for name in ("AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "JUDGE_KEY", "COLOUR"):
         monkeypatch.setenv(name, "x")
-    job = job_of(reward="rewards.py:score", env={"COLOUR": "x"}, secrets=["JUDGE_KEY"])
+    job = job_of(
+        reward="rewards.py:score", env={"COLOUR": "x"}, secrets=["JUDGE_KEY", "AWS_SECRET_ACCESS_KEY"]
+    )
     for with_network, there in ((False, {"COLOUR", "PATH"}), (True, {"COLOUR", "PATH", "JUDGE_KEY"})):
         sandbox = Sandbox.of(job.model_copy(update={"reward_network": with_network}))
         names = ("AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "JUDGE_KEY", "COLOUR", "PATH")

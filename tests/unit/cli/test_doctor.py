@@ -230,12 +230,20 @@ def test_prompt_lengths() -> None:
 
 
 def test_rewards() -> None:
-    answered, silent = Example("q", "a", {}), Example("q", None, {})
-    judged(of_job.judge_reward(Reward(1.0), answered), Verdict.OK, "1 for the first prompt's own answer")
-    judged(of_job.judge_reward(Reward(0.0), answered), Verdict.WARN, "0 for the first prompt's own answer")
-    judged(of_job.judge_reward(Reward(0.0), silent), Verdict.OK, "an empty response")
+    answered, silent, made = Example("q", "a", {}), Example("q", None, {}), job(secrets=["JUDGE_KEY"])
+    judged(
+        of_job.judge_reward(Reward(1.0), answered, made), Verdict.OK, "1 for the first prompt's own answer"
+    )
+    judged(
+        of_job.judge_reward(Reward(0.0), answered, made), Verdict.WARN, "0 for the first prompt's own answer"
+    )
+    judged(of_job.judge_reward(Reward(0.0), silent, made), Verdict.OK, "an empty response")
     broken = Reward(0.0, RewardFailure.RAISED, "KeyError: 'x'")
-    judged(of_job.judge_reward(broken, answered), Verdict.FAIL, "raised", "KeyError: 'x'")
+    judged(of_job.judge_reward(broken, answered, made), Verdict.FAIL, "raised", "KeyError: 'x'")
+    remedy = of_job.judge_reward(broken, answered, made).remedy
+    assert "neither a network nor the job's secrets unless the job has reward_network: true" in remedy
+    free = made.model_copy(update={"reward_network": True})
+    assert "reward_network" not in of_job.judge_reward(broken, answered, free).remedy
 
 
 # --- the whole ---------------------------------------------------------------------------------------------
@@ -313,8 +321,8 @@ def test_a_job_with_mistakes_is_told_line_by_line(tmp_path: Path) -> None:
     ("trainer", "says"),
     [
         ({"infra": "aws"}, "it stops after its run, and its disk costs money until you type a command"),
-        ({"infra": "aws", "role": "rlboost-head"}, "the head is rlboost-head in aws"),
-        ({"infra": "gcp"}, "the head is SkyPilot's own service account in gcp"),
+        ({"infra": "aws", "role": "rlboost-head"}, "the head will be rlboost-head in aws"),
+        ({"infra": "gcp"}, "the head will be SkyPilot's own service account in gcp"),
     ],
 )
 def test_a_head_of_skypilot_is_told_whom_its_cloud_takes_it_for(trainer: dict[str, str], says: str) -> None:

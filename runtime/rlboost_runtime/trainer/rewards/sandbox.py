@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from rlboost_providers.base.traits import known_clouds
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.job import Job
 from rlboost_runtime.run import folder as run_folder
@@ -47,8 +48,10 @@ class Sandbox:
 
     @classmethod
     def of(cls, job: Job) -> Sandbox:
-        """Return what the job asks for. Its secrets are of use with a network only."""
-        secrets = job.secrets if job.reward_network else ()
+        """Return what the job asks for. Its secrets are of use with a network only; those that sign in to a
+        cloud are the fleet's, not the reward's."""
+        of_clouds = {name for cloud in known_clouds().values() for name in cloud.credential_variables}
+        secrets = [name for name in job.secrets if name not in of_clouds] if job.reward_network else []
         return cls(job.reward_sandbox, job.reward_network, (*job.env, *secrets))
 
     def problem(self) -> str:
