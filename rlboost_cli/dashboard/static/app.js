@@ -39,7 +39,7 @@
           width: Math.max(200, box.current.clientWidth), height: 190, scales: { x: { time: false } },
           series: [{ label: "step" }, ...lines.map((line) => ({ label: line.name, stroke: css(line.color), width: 1.5, spanGaps: true,
             points: { show: x.length < 40 }, value: (_, v) => number(v, 4) }))],
-          axes: [axis, { ...axis, size: 64, values: (_, ticks) => ticks.map((t) => number(t)) }],
+          axes: [axis, { ...axis, size: 72, values: (_, ticks) => ticks.map((t) => number(t)) }],
         }, [x, ...lines.map((line) => line.values)], box.current);
       };
       make();
@@ -71,7 +71,7 @@
     const { status } = data;
     const outcome = status.outcome || {};
     return html`<header><h1>${data.run}</h1><span class=${`state ${status.state}`}>${status.state}</span>
-      <span class="dim">${connection || (frozen ? `report of ${new Date(data.at * 1000).toLocaleString("en-GB")}` : "live")}</span>
+      <span class="dim">${connection || (frozen ? `report of ${new Date(data.at * 1000).toLocaleString("en-GB")}` : data.has_ended ? "" : "live")}</span>
       <span class="grow"></span>${!frozen && html`<a href="/">All runs</a>`}
       <button type="button" onClick=${toggleTheme}>Light or dark</button></header>
       ${outcome.problem && html`<section role="alert" class="failed">${outcome.problem}${outcome.remedy ? `; ${outcome.remedy}` : ""}</section>`}
