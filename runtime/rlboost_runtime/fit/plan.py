@@ -156,14 +156,15 @@ class FitPlan:
         )
         has = "" if self.gpu_has is None else f" of {USABLE * self.gpu_has / GB:.1f} GB usable"
         return [
-            f"  memory   {self.gpu_needs / GB:.1f} GB{has} per {self.accelerator or 'process'}: state"
-            f" {state / GB:.1f}, activations {activations / GB:.1f}, gathered and contexts"
+            f"  memory   {self.gpu_needs / GB:.1f} GB{has} per {self.accelerator or 'process'}:",
+            f"           state {state / GB:.1f}, activations {activations / GB:.1f}, gathered and contexts"
             f" {sum(parts.values()) / GB:.1f}",
             f"           passes of up to {setup.tokens:,} tokens; {switches}",
             f"           main memory {self.host / GB:,.0f} GB, {self.host_per_rank / GB:.1f} GB per rank",
-            f"  disk     {self.disk / GB:,.0f} GB; at {self.disk_bytes_per_s / 1e6:,.0f} MB/s a version of"
-            f" {self.version / GB:.1f} GB takes {self.version / self.disk_bytes_per_s:.0f} s, a checkpoint of"
-            f" {self.checkpoint / GB:.1f} GB {self.checkpoint / self.disk_bytes_per_s:.0f} s",
+            f"  disk     {self.disk / GB:,.0f} GB; if it writes {self.disk_bytes_per_s / 1e6:,.0f} MB/s,",
+            f"           a version of {self.version / GB:.1f} GB takes"
+            f" {self.version / self.disk_bytes_per_s:.0f} s,"
+            f" a checkpoint of {self.checkpoint / GB:.1f} GB {self.checkpoint / self.disk_bytes_per_s:.0f} s",
             f"  seconds  hand-over {self.handover_s:.1f} each way, publication {self.publication_s:.0f},"
             f" copy for a checkpoint {self.checkpoint_copy_s:.1f}",
             "           (this and the above: computed from config.json, not measured)",
