@@ -96,6 +96,9 @@ def found_run(found: FoundRun) -> None:
     output.progress(
         f"{'new run' if found.is_new else 'continuing run'} {found.run.name} in {text.tilde(found.run.path)}"
     )
+    former, _, number = found.run.name.rpartition("-")
+    if found.is_new and number.isdecimal() and found.run.path.with_name(former).exists():
+        output.progress(f"note: there is an ended run {former}; rlboost launch {former} shows it")
     for name in found.changed_files:
         output.progress(f"note: {name} has changed; the run keeps its copy")
     for name in found.renewed_files:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from rlboost_cli.views import screens
 from rlboost_providers.base.provider import Offer
 from rlboost_runtime.billing.launch_records import HeadMachine, LaunchRecords, keep_head_machine
 from rlboost_runtime.errors import ConfigError, NotFound, RuntimeFault
@@ -256,3 +257,14 @@ def test_an_ended_run_that_is_opened_again_forgets_how_it_was_to_end(job_file: P
     reopen(run)
     assert is_open(run)
     assert not run.ending.exists()
+
+
+def test_a_second_run_of_a_name_says_where_the_first_is(
+    job_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = prepare_run(job_file, make_job())
+    screens.found_run(first)
+    assert "ended run" not in capsys.readouterr().err
+    end(first.run)
+    screens.found_run(prepare_run(job_file, make_job()))
+    assert "note: there is an ended run demo; rlboost launch demo shows it" in capsys.readouterr().err
