@@ -36,6 +36,7 @@ IDLE_UP_S = 200.0
 JOB: dict[str, Any] = {
     "algorithm": {"steps": 3, "prompts_per_step": 12, "group_size": 4, "max_response_tokens": 32},
     "reward": "gate.py:score",
+    "reward_sandbox": "off",  # it waits for a file of the test
     "reward_timeout_s": UP_S,
     "reward_processes": 1,
     "trainer": {"address": GATEWAY, "allow_cpu": True, "price_usd_per_hour": 1.006, "local_engines": 1},
