@@ -52,11 +52,11 @@ class WhatIf:
         command = [sys.executable, "-m", "rlboost_cli.dashboard.what_if", str(self._run.path)]
         try:
             done = subprocess.run(
-                command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
+                command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True,
                 stdin=subprocess.DEVNULL,
             )  # fmt: skip
-            self._found = {"step": step, **json.loads(done.stdout or "{}")}
-        except (OSError, subprocess.TimeoutExpired, ValueError) as error:
+            self._found = {"step": step, **json.loads(done.stdout)}
+        except (OSError, subprocess.SubprocessError, ValueError) as error:
             self._found = {"step": step, "problem": f"not simulated: {error}"}
 
 

@@ -68,7 +68,7 @@ def _to_machine(run: RunFolder, job: Job, bill: MachineBill, command: Sequence[s
         )
     record = SkyRecords(run.cloud / SKYPILOT / "machines").read(machine)
     if record is not None:
-        return ["ssh", *(["-t"] if not command else []), record.cluster, *command]
+        return _ssh(record.cluster, None, None, command)  # a name that SkyPilot wrote into ~/.ssh/config
     direct = [offer for offer in job.rollout.spot.any_of if isinstance(offer, CloudOffer)]
     raise ConfigError(
         f"{machine} ({bill.provider}, {bill.zone}) takes no SSH connections: it has no key of yours",

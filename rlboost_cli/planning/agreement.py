@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import typer
-
 from rlboost_cli.head.control import collect_results
 from rlboost_cli.planning.plan import LaunchPlan, describe_plan, launch_plan
 from rlboost_cli.runs.supervision import bring_up, want_training
@@ -19,7 +17,7 @@ from rlboost_cli.simulation.rates import FIRST_STEPS_LEFT_OUT, MIN_STEPS
 from rlboost_cli.terminal import output
 from rlboost_cli.views.live import NewLines, follow, outcome_of
 from rlboost_cli.views.screens import left_alone
-from rlboost_runtime.errors import ConfigError, RLBoostError, RuntimeFault
+from rlboost_runtime.errors import RLBoostError, RuntimeFault
 from rlboost_runtime.job import Job
 from rlboost_runtime.run.create import prepare_run
 from rlboost_runtime.run.folder import RunFolder
@@ -43,21 +41,14 @@ def planned(run: str, job: Job, folder: Path, *, with_options: bool = False) -> 
 def agree(plan: LaunchPlan, question: str | None, *, yes: bool) -> None:
     """Show the plan and ask the question where it is charged; returns where the answer is yes.
 
-    `yes`: it was given with the command. `question`: None for a program, which is asked nothing. Raises
-    `ConfigError` where nobody can be asked, `typer.Exit` on no.
+    `yes`: it was given with the command. `question`: None for a program, which is asked nothing. Raises like
+    `output.require_consent`.
     """
     for line in describe_plan(plan):
         output.progress(line)
     if yes or not plan.is_charged:
         return
-    if question is None:
-        raise ConfigError("this run costs money", "pass yes=True to agree to the plan")
-    if not output.is_terminal():
-        raise ConfigError(
-            "this run costs money and there is no terminal to confirm it on", "add --yes to agree to the plan"
-        )
-    if not output.confirm(question):
-        raise typer.Exit(0)
+    output.require_consent(question, "the plan")
 
 
 PROBE_STEPS = MIN_STEPS + FIRST_STEPS_LEFT_OUT + 1

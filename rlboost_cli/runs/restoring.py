@@ -12,8 +12,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import typer
-
 from rlboost_cli.head.head_books import learn_intents
 from rlboost_cli.terminal import extras, output
 from rlboost_cli.terminal.errors import require_room
@@ -96,17 +94,9 @@ def _for_this_machine(job: Job, address: str | None) -> Job:
 
 
 def _agree(job: Job, question: str | None, *, yes: bool) -> None:
-    """Ask before machines are rented. Raises like `planning.agreement.agree`."""
-    if yes or all(isinstance(offer, LocalOffer) for offer in job.rollout.spot.any_of):
-        return
-    if question is None:
-        raise ConfigError("this run costs money", "pass yes=True to agree to that")
-    if not output.is_terminal():
-        raise ConfigError(
-            "this run costs money and there is no terminal to confirm it on", "add --yes to agree to that"
-        )
-    if not output.confirm(question):
-        raise typer.Exit(0)
+    """Ask before machines are rented. Raises like `output.require_consent`."""
+    if not yes and not all(isinstance(offer, LocalOffer) for offer in job.rollout.spot.any_of):
+        output.require_consent(question, "that")
 
 
 def _complete(draft: RunFolder, job: Job, url: str, state: HeadState) -> None:

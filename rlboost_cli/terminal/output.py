@@ -9,8 +9,11 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
+import typer
+
 from rlboost_cli.terminal import text
 from rlboost_cli.terminal.screen import between_words, can_redraw
+from rlboost_runtime.errors import ConfigError
 
 if TYPE_CHECKING:
     from rlboost_cli.terminal.working import Working
@@ -74,6 +77,20 @@ def confirm(question: str) -> bool:
     """Ask; anything but yes is no."""
     print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def require_consent(question: str | None, to: str) -> None:
+    """Ask before money is spent; return where the answer is yes. `question`: None for a program, which is
+    asked nothing. `to`: what is agreed to. Raises `ConfigError` where nobody can be asked, `typer.Exit` on
+    no."""
+    if question is None:
+        raise ConfigError("this run costs money", f"pass yes=True to agree to {to}")
+    if not is_terminal():
+        raise ConfigError(
+            "this run costs money and there is no terminal to confirm it on", f"add --yes to agree to {to}"
+        )
+    if not confirm(question):
+        raise typer.Exit(0)
 
 
 def working(words: str = "") -> Working:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Self, TypeAlias
 
 from rlboost_runtime.errors import ConfigError
@@ -86,10 +87,7 @@ class Trackers:
     def log(self, line: Mapping[str, float], blocks: Sequence[Block] = ()) -> None:
         """Take a step's line of `metrics.jsonl`, and what the trainer did in it."""
         for tracker in list(self._trackers):
-            if isinstance(tracker, _Traces):
-                self._guarded(tracker, lambda tracker=tracker: tracker.log(line, blocks))  # type: ignore[misc]
-            else:
-                self._guarded(tracker, lambda tracker=tracker: tracker.log(int(line["step"]), line))  # type: ignore[misc]
+            self._guarded(tracker, partial(tracker.log, line, blocks))
 
     def _guarded(self, tracker: Tracker, act: Callable[[], None]) -> None:
         try:
@@ -121,9 +119,9 @@ class _TensorBoard:
 
         self._writer = SummaryWriter(str(run.tensorboard), purge_step=first_step or None)
 
-    def log(self, step: int, line: Mapping[str, float]) -> None:
+    def log(self, line: Mapping[str, float], blocks: Sequence[Block]) -> None:
         for name, value in line.items():
-            self._writer.add_scalar(name, value, step)
+            self._writer.add_scalar(name, value, int(line["step"]))
         self._writer.flush()
 
     def close(self) -> None:
@@ -149,8 +147,8 @@ class _Wandb:
             wandb.teardown()  # its service would hold the name of this run
             raise
 
-    def log(self, step: int, line: Mapping[str, float]) -> None:
-        self._run.log(dict(line), step=step)
+    def log(self, line: Mapping[str, float], blocks: Sequence[Block]) -> None:
+        self._run.log(dict(line), step=int(line["step"]))
 
     def close(self) -> None:
         self._run.finish()
