@@ -42,7 +42,16 @@ def setup(role: str, *, stream: TextIO | None = None) -> None:
     root.handlers[:] = [handler]
     root.setLevel(logging.INFO)
     logging.captureWarnings(True)
-    for chatty in ("asyncio", "websockets", "uvicorn.access", "httpcore", "httpx", "urllib3"):
+    for chatty in (
+        "asyncio",
+        "websockets",
+        "uvicorn.access",
+        "httpcore",
+        "httpcore2",
+        "httpx",
+        "httpx2",
+        "urllib3",
+    ):
         logging.getLogger(chatty).setLevel(logging.WARNING)
 
 

@@ -143,7 +143,7 @@ def _audit_step(
     if reader.problem and not (reader.is_torn and is_open):
         problems.append(reader.problem)
     result = StepAudit(step, header.request.policy_version)
-    for response in opened.all_responses():
+    for response in opened.all_responses() if not header.request.are_episodes else ():
         if finished[response] == 0 and not is_open:
             problems.append(f"step {step}: response {response} never finished")
         segments = store.segments(response)

@@ -1,4 +1,5 @@
-"""`python -m rlboost_runtime.inference RUN_FOLDER`: the endpoint of one run, from a process of its own.
+"""`python -m rlboost_runtime.inference RUN_FOLDER`: the endpoint of one run, for its clients and for the
+environments of its episodes, from a process of its own.
 
 The port stays the same over restarts. Exit codes: 0 after SIGTERM or SIGINT and once the run is over, 1 for
 another problem, 2 on wrong arguments.
@@ -9,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import logging
+import os
 import signal
 import socket
 import sys
@@ -18,18 +21,21 @@ from functools import partial
 from pathlib import Path
 
 import uvicorn
+from fastapi import FastAPI
 
 from rlboost_runtime.errors import RLBoostError, port_taken
+from rlboost_runtime.inference.episode_app import make_episode_app
+from rlboost_runtime.inference.episodes import SOCKET_NAME, Episodes
 from rlboost_runtime.inference.fleet import Fleet
 from rlboost_runtime.inference.model import load_model
 from rlboost_runtime.inference.server import Keys, make_app
 from rlboost_runtime.inference.service import Service
-from rlboost_runtime.job import Endpoint
+from rlboost_runtime.job import Job
 from rlboost_runtime.logs import event, explain, setup
 from rlboost_runtime.protocol.session import RunIsOver
 from rlboost_runtime.protocol.transport import connect
 from rlboost_runtime.run.folder import RunFolder, read_json, write_json
-from rlboost_runtime.run.head import endpoint, listen_host, read_address
+from rlboost_runtime.run.head import LOOPBACK, endpoint, listen_host, read_address
 from rlboost_runtime.run.resolved import read_resolved
 from rlboost_runtime.run.security import read_token
 from rlboost_runtime.seams import SystemClock, Transport
@@ -37,6 +43,8 @@ from rlboost_runtime.seams import SystemClock, Transport
 log = logging.getLogger(__name__)
 
 DIAL_TIMEOUT_S = 10.0
+MAX_EPISODE_REQUESTS = 65_536
+"""More than episodes make at once: the trainer bounds them."""
 CLOSE_S = 2.0
 """Time for open streams to say how they end."""
 
@@ -68,9 +76,40 @@ def bind(run: RunFolder, port: int) -> socket.socket:
     return listener
 
 
-async def serve(run: RunFolder, settings: Endpoint) -> None:
+def bind_unix(run: RunFolder) -> socket.socket:
+    """Return a listening socket in the run's folder, reached through an open folder: a path to a socket may
+    have some hundred characters only."""
+    run.sockets.mkdir(mode=0o700, exist_ok=True)
+    path = run.sockets / SOCKET_NAME
+    path.unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    folder = os.open(run.sockets, os.O_PATH | os.O_DIRECTORY)
+    try:
+        listener.bind(f"/proc/self/fd/{folder}/{SOCKET_NAME}")
+    finally:
+        os.close(folder)
+    listener.listen(1024)
+    return listener
+
+
+def bind_loopback(run: RunFolder) -> socket.socket:
+    """Return a listening socket for programs on the head: on the port of the last start, if that is free."""
+    known = read_json(run.episodes_endpoint)
+    wanted = 0 if known is None else int(str(known["url"]).rsplit(":", 1)[1])
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((LOOPBACK, wanted))
+    except OSError:
+        listener.bind((LOOPBACK, 0))
+    listener.listen(1024)
+    write_json(run.episodes_endpoint, {"url": f"http://{LOOPBACK}:{listener.getsockname()[1]}"})
+    return listener
+
+
+async def serve(run: RunFolder, job: Job) -> None:
     """Serve until SIGTERM or the run's end. Raises `RLBoostError`."""
-    job, token, certificate = read_resolved(run.job_json), read_token(run), run.certificate.read_text()
+    token, certificate = read_token(run), run.certificate.read_text()
 
     async def dial() -> Transport:
         known = read_json(run.endpoint)
@@ -79,27 +118,44 @@ async def serve(run: RunFolder, settings: Endpoint) -> None:
         return await connect(f"{known['url']}/v1/requests", token, certificate, timeout_s=DIAL_TIMEOUT_S)
 
     fleet = Fleet(run.name, dial, SystemClock())
-    service = Service(fleet, partial(load_model, run, job), settings.max_requests)
-    config = uvicorn.Config(
-        make_app(service, Keys(run.api_keys)), loop="none", lifespan="off", log_config=None, access_log=False,
-        ssl_keyfile=run.key, ssl_certfile=run.certificate, timeout_graceful_shutdown=int(CLOSE_S),
-    )  # fmt: skip
-    server, leave = _Server(config), asyncio.Event()
+    load = functools.cache(partial(load_model, run, job))
+    leave = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, leave.set)
-    with bind(run, settings.port) as listener:
-        event(log, "endpoint.started", port=listener.getsockname()[1])
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
+    with contextlib.ExitStack() as listeners:
+        servers: list[tuple[_Server, list[socket.socket]]] = []
+        if job.endpoint is not None:
+            listener = listeners.enter_context(bind(run, job.endpoint.port))
+            event(log, "endpoint.started", port=listener.getsockname()[1])
+            app = make_app(Service(fleet, load, job.endpoint.max_requests), Keys(run.api_keys))
+            servers.append((_Server(_config(app, run.key, run.certificate)), [listener]))
+        if job.episodes is not None:
+            service = Service(fleet, load, MAX_EPISODE_REQUESTS)
+            app = make_episode_app(service, Episodes(), token, job.algorithm.max_response_tokens)
+            opened = [listeners.enter_context(bind_unix(run))]
+            if job.episodes.command is not None:
+                opened.append(listeners.enter_context(bind_loopback(run)))
+            event(log, "episodes.started")
+            servers.append((_Server(_config(app)), opened))
         linked, asked = asyncio.create_task(fleet.run()), asyncio.create_task(leave.wait())
-        await asyncio.wait({serving, linked, asked}, return_when=asyncio.FIRST_COMPLETED)
+        serving = [asyncio.create_task(server.serve(sockets=sockets)) for server, sockets in servers]
+        await asyncio.wait({*serving, linked, asked}, return_when=asyncio.FIRST_COMPLETED)
         fleet.fail_all("the run has ended" if linked.done() else "the endpoint is shut down")
         await asyncio.sleep(0)
-        server.should_exit = True
-        await serving
+        for server, _ in servers:
+            server.should_exit = True
+        await asyncio.gather(*serving)
         for task in (linked, asked):
             task.cancel()
         with contextlib.suppress(asyncio.CancelledError, RunIsOver):
             await linked
+
+
+def _config(app: FastAPI, key: Path | None = None, certificate: Path | None = None) -> uvicorn.Config:
+    return uvicorn.Config(
+        app, loop="none", lifespan="off", log_config=None, access_log=False,
+        ssl_keyfile=key, ssl_certfile=certificate, timeout_graceful_shutdown=int(CLOSE_S),
+    )  # fmt: skip
 
 
 def main(arguments: list[str]) -> int:
@@ -110,7 +166,7 @@ def main(arguments: list[str]) -> int:
     setup("endpoint")
     run = RunFolder(Path(arguments[0]).absolute())
     try:
-        asyncio.run(serve(run, read_resolved(run.job_json).endpoint or Endpoint()))
+        asyncio.run(serve(run, read_resolved(run.job_json)))
     except RLBoostError as problem:
         explain(log, problem)
         return 1

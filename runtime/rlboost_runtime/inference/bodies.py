@@ -187,6 +187,17 @@ class ChatBody(SamplingBody):
                 "guided decoding does not survive a migration", "leave response_format out", "response_format"
             )
 
+    def tools_to_find(self) -> list[dict[str, Any]] | None:
+        """Return the tools whose calls are to be found in the response."""
+        return None if self.tool_choice == "none" else self.tools
+
+    def render_options(self) -> dict[str, bool]:
+        """Return what the chat template is to add."""
+        return {
+            "add_generation_prompt": self.add_generation_prompt and not self.continue_final_message,
+            "continue_final_message": self.continue_final_message,
+        }
+
     def conversation(self) -> list[dict[str, Any]]:
         """Return the messages, content parts joined to text."""
         return [{**message, "content": _text_of(message.get("content"))} for message in self.messages]

@@ -57,15 +57,26 @@ class EndpointModel:
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, **options: Any
     ) -> list[int]:
         """Return the ids of a conversation under the model's chat template. Raises `BadRequest`."""
-        if not self.tokenizer.chat_template:
+        return self.encode(self.render_text(messages, tools, **options), add_special_tokens=False)
+
+    def render_text(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, **options: Any
+    ) -> str:
+        """Return a conversation as text under a chat template, by default the model's. Raises
+        `BadRequest`."""
+        if not options.get("chat_template") and not self.tokenizer.chat_template:
             raise BadRequest(f"{self.name} has no chat template", "use /v1/completions", "messages")
         try:
-            text = self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options)
+            return str(self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options))
         except Exception as problem:  # a template is a program, and the conversation its input
             raise BadRequest(
                 f"the chat template refuses this: {problem}", "correct messages", "messages"
             ) from problem
-        return self.encode(str(text), add_special_tokens=False)
+
+    def described(self) -> dict[str, Any]:
+        """Return it as `GET /v1/models` lists it."""
+        found = {"id": self.name, "object": "model", "created": self.created, "owned_by": "rlboost"}
+        return found | {"max_model_len": self.max_model_len}
 
 
 def load_model(run: RunFolder, job: Job) -> EndpointModel:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlboost_runtime.inference.tool_calls import ToolCall, ToolText, find_tool_calls
+
 Json = dict[str, Any]
 LOWEST_LOGPROB = -9999.0
 """JSON has no infinity."""
@@ -21,13 +23,15 @@ class ChoicePiece:
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
+    versions: list[int] = field(default_factory=list)
+    """Policy versions that made it; known once it is over."""
 
     def add(self, other: ChoicePiece) -> None:
         """Append what came after it."""
         self.text += other.text
         self.ids += other.ids
         self.logprobs += other.logprobs
-        self.finish_reason = other.finish_reason
+        self.finish_reason, self.versions = other.finish_reason, other.versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,11 @@ class Form:
     """How a token is shown beside its logprob."""
     prompt_ids: Sequence[list[int]]
     """One per prompt."""
+    finds_tools: bool = False
+    """The request names tools: calls in the text are shown as such."""
+    written_calls: dict[str, str] = field(default_factory=dict)
+    """Takes responses with tool calls as the model wrote them, by the id of the first call."""
+    _held: dict[int, ToolText] = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, choices: Sequence[ChoicePiece], num_choices: int) -> Json:
@@ -58,7 +67,7 @@ class Form:
         """Return one line of a stream."""
         choice: Json = {"index": piece.index, "finish_reason": piece.finish_reason, "logprobs": None}
         if self.is_chat:
-            choice["delta"] = ({"role": "assistant"} if is_first else {}) | {"content": piece.text}
+            choice["delta"] = ({"role": "assistant"} if is_first else {}) | self._delta(choice, piece)
         else:
             choice["text"] = piece.text
         self._add_tokens(choice, piece)
@@ -88,13 +97,35 @@ class Form:
     def _choice(self, piece: ChoicePiece, num_choices: int) -> Json:
         choice: Json = {"index": piece.index, "finish_reason": piece.finish_reason, "logprobs": None}
         if self.is_chat:
-            choice["message"] = {"role": "assistant", "content": piece.text}
+            text, calls = find_tool_calls(piece.text) if self.finds_tools else (piece.text, [])
+            choice["message"] = {"role": "assistant", "content": text or (None if calls else "")}
+            self._add_calls(choice, choice["message"], calls, piece.text, indexed=False)
         else:
             choice["text"] = piece.text
             if self.has_token_ids:
                 choice["prompt_token_ids"] = self.prompt_ids[piece.index // num_choices]
         self._add_tokens(choice, piece)
         return choice
+
+    def _delta(self, choice: Json, piece: ChoicePiece) -> Json:
+        """Return what a choice of a stream grows by."""
+        if not self.finds_tools:
+            return {"content": piece.text}
+        held = self._held.setdefault(piece.index, ToolText())
+        delta: Json = {"content": held.add(piece.text)}
+        if piece.finish_reason is not None:
+            rest, calls = held.finish()
+            delta["content"] += rest
+            self._add_calls(choice, delta, calls, held.text, indexed=True)
+        return delta
+
+    def _add_calls(
+        self, choice: Json, message: Json, calls: Sequence[ToolCall], text: str, *, indexed: bool
+    ) -> None:
+        if calls:
+            self.written_calls[calls[0].call_id] = text
+            message["tool_calls"] = [call.as_json(i if indexed else None) for i, call in enumerate(calls)]
+            choice["finish_reason"] = "tool_calls"
 
     def _add_tokens(self, choice: Json, piece: ChoicePiece) -> None:
         if self.has_token_ids:

@@ -64,9 +64,11 @@ class Service:
         body: SamplingBody,
         max_tokens: int | None,
         session: str = "",
+        episode: int | None = None,
     ) -> list[GenerateMessage]:
         """Ask the fleet for `body.n` responses per prompt; return what was asked, for `pieces`. `max_tokens`
-        None: what the context has room for. Raises `BadRequest`, `Busy` and `NotReady`."""
+        None: what the context has room for. `episode`: what they are turns of. Raises `BadRequest`, `Busy`
+        and `NotReady`."""
         model = self.model()
         if not self._fleet.is_up and self._fleet.version is None:
             raise NotReady("the coordinator cannot be reached", "try again in a moment")
@@ -93,7 +95,9 @@ class Service:
                 raise BadRequest(f"token id {max(prompt)} is not in the vocabulary", "correct it", "prompt")
             data = array("i", prompt).tobytes()
             requests += [
-                GenerateMessage(f"{name}/{len(requests) + i}", data, limit, sampling, session=session)
+                GenerateMessage(
+                    f"{name}/{len(requests) + i}", data, limit, sampling, session=session, episode=episode
+                )
                 for i in range(body.n)
             ]
         if any(map(self._fleet.is_another, requests)):
@@ -156,5 +160,6 @@ class Service:
                     raise RequestLost("it made several engines fail", "send another request")
                 response.is_delivered = reason is not None
                 logprobs = response.logprobs[sent:end].tolist()
-                yield ChoicePiece(index, text, response.ids[sent:end].tolist(), logprobs, reason)
+                versions = list(response.versions) if reason is not None else []
+                yield ChoicePiece(index, text, response.ids[sent:end].tolist(), logprobs, reason, versions)
                 sent = end

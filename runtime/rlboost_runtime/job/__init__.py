@@ -28,6 +28,7 @@ from rlboost_runtime.job.data import (
     data_files,
     data_sources,
 )
+from rlboost_runtime.job.environment import Environment
 from rlboost_runtime.job.evaluation import Evaluation, HeldOut, sources_of
 from rlboost_runtime.job.rollout import CloudOffer, LocalOffer, Market, Rollout, Spot, SshOffer, num_devices
 from rlboost_runtime.job.run import Budget, Dashboard, Endpoint, Job, Wandb
@@ -57,6 +58,7 @@ __all__ = [
     "Dpo",
     "Endpoint",
     "EntropyBonus",
+    "Environment",
     "Evaluation",
     "HeldOut",
     "HttpReward",

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from rlboost_runtime.job.algorithm import Algorithm
 from rlboost_runtime.job.base import MAX_USD, Model
 from rlboost_runtime.job.data import PromptData, ReasoningGym, data_sources
+from rlboost_runtime.job.environment import Environment
 from rlboost_runtime.job.evaluation import Evaluation, HeldOut
 from rlboost_runtime.job.notify import NotifyTarget, variables_of
 from rlboost_runtime.job.rollout import Rollout
@@ -117,6 +118,11 @@ class Job(Model):
     """`file.py:function` relative to the job file, or built in: `reasoning_gym` uses the data sets' scorers,
     `math` compares with the row's `answer` as mathematics (math-verify), `exact` as text; or a list of
     several, each with a name and a weight."""
+    environment: Annotated[str, Field(pattern=r"^[^:]+\.py:[A-Za-z_][A-Za-z0-9_]*$")] | Environment | None = (
+        None
+    )
+    """Rollouts of several turns: `file.py:Class` or `file.py:function` relative to the job file, or more
+    about them; null: each rollout is one response."""
     reward_timeout_s: float = Field(default=10.0, gt=0)
     """Timeout of one call of the reward function."""
     reward_processes: int | None = Field(default=None, ge=1)
@@ -190,6 +196,29 @@ class Job(Model):
                 f"rollout.spot.max_instances is {most}, but loss sft rolls nothing out; write 0"
                 " (trainer.local_engines roll out an evaluation)"
             )
+        return self
+
+    @property
+    def episodes(self) -> Environment | None:
+        """How episodes are played; None: rollouts have one turn."""
+        found = self.environment
+        return Environment(python=found) if isinstance(found, str) else found
+
+    @model_validator(mode="after")
+    def _episodes_are_trained(self) -> Self:
+        if self.environment is None:
+            return self
+        if self.algorithm.loss in ("sft", "dpo"):
+            raise ValueError(
+                f"environment is for rollouts that are trained one by one, but loss is {self.algorithm.loss};"
+                " write another loss, or remove environment"
+            )
+        if self.trainer.script is not None:
+            raise ValueError(
+                "environment is for RLBoost's own trainer, but trainer.script is set; remove one"
+            )
+        if self.endpoint is not None and not self.endpoint.trains:
+            raise ValueError("environment is for training, but endpoint.trains is false; remove one of them")
         return self
 
     @property

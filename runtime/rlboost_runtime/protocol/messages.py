@@ -356,6 +356,9 @@ class StepStartedMessage(Message, frozen=True, omit_defaults=True, tag="StepRequ
     """Token ids that end a response, also in `generation_config.json` of every version."""
     keeps_lease: bool = False
     """The trainer holds the GPU and goes on training an earlier step."""
+    are_episodes: bool = False
+    """Environments drive the responses, and the trainer has them: it says when each is over
+    (`EpisodeEnded`), and no group is delivered."""
 
 
 class VersionPublishedMessage(Message, frozen=True, omit_defaults=True):
@@ -392,6 +395,15 @@ class StepTrainedMessage(Message, frozen=True, omit_defaults=True):
     """None: nothing was rolled out."""
     metrics: dict[str, float]
     checkpointed: bool = True
+
+
+class EpisodeEnded(Message, frozen=True):
+    """Episode `number` of a step is over; episodes are counted through the step's groups. `num_tokens`: what
+    was sampled in it. Idempotent."""
+
+    step: int
+    number: int
+    num_tokens: int
 
 
 class Checkpointed(Message, frozen=True):
@@ -452,6 +464,13 @@ class FinishedResponse(msgspec.Struct, frozen=True, omit_defaults=True):
     finish_reason: str
 
 
+class StepOpened(Message, frozen=True):
+    """A step of episodes is open: turns of its first episode name the response `first_response`."""
+
+    step: int
+    first_response: int
+
+
 class DeliverGroupMessage(Message, frozen=True, omit_defaults=True):
     """All responses of one group, in response order."""
 
@@ -478,12 +497,15 @@ TrainerMessage = (
     | VersionPublishedMessage
     | LeaseReturnedMessage
     | StepTrainedMessage
+    | EpisodeEnded
     | Checkpointed
     | Evaluated
     | RunFinished
     | RunFailed
 )
-TrainerCommand = TrainerWelcome | DeliverGroupMessage | GrantLeaseMessage | RecallLeaseMessage | Refused
+TrainerCommand = (
+    TrainerWelcome | StepOpened | DeliverGroupMessage | GrantLeaseMessage | RecallLeaseMessage | Refused
+)
 
 
 # --- endpoint -> coordinator -----------------------------------------------------------------------------
@@ -511,6 +533,8 @@ class GenerateMessage(Message, frozen=True, omit_defaults=True):
     offset: int = 0
     session: str = ""
     """Requests of one session have a prefix in common: they go where it is cached, if there is room."""
+    episode: int | None = None
+    """The response of the open step that this is a turn of."""
 
 
 class WithdrawMessage(Message, frozen=True):

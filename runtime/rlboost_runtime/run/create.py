@@ -159,6 +159,8 @@ def files_of(job: Job) -> list[str]:
     names = list(job.files)
     names += data_files([*data_sources(job.data), *sources_of(job.evaluations)])
     names += reward_files(job.rewards)
+    if job.episodes is not None and job.episodes.file is not None:
+        names.append(job.episodes.file)
     if job.trainer.script is not None:
         names.append(job.trainer.script)
     names += [

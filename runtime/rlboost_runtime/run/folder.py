@@ -13,6 +13,9 @@ there is named below; everybody else only reads it.
     endpoint.json     {"url"}: where the coordinator listens; kept through restarts      coordinator
     weights_endpoint.json  {"url"}: where the weight server listens; likewise       weight server
     api_endpoint.json {"url"}: where the endpoint listens; likewise         endpoint
+    sockets/          endpoint.sock: where environments reach the endpoint  endpoint
+    episodes.json     {"url"}: where environments' programs reach it; likewise     endpoint
+    episodes/         step-000012.msgpack: episodes that are over, until a checkpoint has the step  trainer
     dashboard.json    {"url"}: where the run's page is served; likewise     dashboard
     tokenizer/        the model's, for the endpoint                         trainer
     reserved/         the reserved agents' working folders                  supervisor
@@ -132,6 +135,9 @@ class RunFolder:
     endpoint = _Place("endpoint.json")
     weights_endpoint = _Place("weights_endpoint.json")
     api_endpoint = _Place("api_endpoint.json")
+    sockets = _Place("sockets")
+    episodes_endpoint = _Place("episodes.json")
+    episodes = _Place("episodes")
     api_keys = _Place("secrets/api_keys")
     """Keys of the endpoint's clients, one a line."""
     dashboard = _Place("dashboard.json")

@@ -56,7 +56,7 @@ def roles_of(job: Job, run: RunFolder) -> list[Role]:
         _module("weights", "rlboost_runtime.weights.serve.server", run),
         *(_reserved_agent(job, run, instance) for instance in reserved_instances(job)),
     ]
-    if job.endpoint is not None:
+    if job.endpoint is not None or job.environment is not None:
         roles.append(_module("endpoint", "rlboost_runtime.inference", run))
     if job.dashboard is not None:
         roles.append(_module("dashboard", "rlboost_cli.dashboard", run))

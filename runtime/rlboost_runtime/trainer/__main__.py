@@ -6,6 +6,7 @@ help; problem and remedy are in the log and with the coordinator. Anything else:
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shutil
 import sys
@@ -29,6 +30,7 @@ from rlboost_runtime.trainer.artifacts import checkpoint
 from rlboost_runtime.trainer.data.chat import PromptEncoder
 from rlboost_runtime.trainer.data.prompts import PromptSource
 from rlboost_runtime.trainer.data.reading import Example, read_examples
+from rlboost_runtime.trainer.episodes.runner import EpisodeRunner
 from rlboost_runtime.trainer.learn.policy import Policy
 from rlboost_runtime.trainer.learn.rank_worker import run_worker
 from rlboost_runtime.trainer.learn.ranks import ALONE, End, LoadPolicy, Ranks
@@ -179,7 +181,13 @@ def train(client: RolloutClient, ranks: Ranks = ALONE) -> Path:
         if job.algorithm.reference is not None:
             reference = Reference(policy, other, ranks, is_sent=bool(others))
         progress.finish()
-        final = TrainerLoop(client, policy, source, scorer, ranks, reference, evaluated).train()
+        with contextlib.ExitStack() as playing:
+            episodes = None
+            if job.episodes is not None:
+                log_file = run.logs / "environment.log"
+                episodes = playing.enter_context(EpisodeRunner(job, run, log_file))
+            loop = TrainerLoop(client, policy, source, scorer, ranks, reference, evaluated, episodes)
+            final = loop.train()
         ranks.broadcast(End())
         return final
 

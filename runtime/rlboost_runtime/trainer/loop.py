@@ -43,6 +43,8 @@ from rlboost_runtime.trainer.artifacts.checkpoint import CheckpointWriter, Train
 from rlboost_runtime.trainer.artifacts.output import OutputCopies, copying
 from rlboost_runtime.trainer.artifacts.publisher import VersionContent
 from rlboost_runtime.trainer.data.prompts import Prompt, PromptSource
+from rlboost_runtime.trainer.episodes.outcome import require_some_episode
+from rlboost_runtime.trainer.episodes.runner import EpisodeRunner
 from rlboost_runtime.trainer.learn.learner import Learner
 from rlboost_runtime.trainer.learn.model_files import version_configs
 from rlboost_runtime.trainer.learn.policy import Policy, Residency
@@ -52,6 +54,7 @@ from rlboost_runtime.trainer.learn.sample import GroupSelection, Sample
 from rlboost_runtime.trainer.rewards.outcome import require_some_reward
 from rlboost_runtime.trainer.rewards.scorer import RewardScorer
 from rlboost_runtime.trainer.rollout.client import RolloutClient
+from rlboost_runtime.trainer.rollout.episodes import StepEpisodes
 from rlboost_runtime.trainer.rollout.evaluation import due, evaluated_rows, evaluation_metrics, prompt_spec
 from rlboost_runtime.trainer.rollout.groups import (
     GroupScorer,
@@ -104,9 +107,10 @@ class TrainerLoop:
         ranks: Ranks = ALONE,
         reference: Reference | None = None,
         evaluated: Sequence[Prompt] = (),
+        episodes: EpisodeRunner | None = None,
     ) -> None:
         """`policy` is set up; with several ranks this is rank 0. `reference`: for a KL penalty. `evaluated`:
-        the prompts of all evaluations."""
+        the prompts of all evaluations. `episodes`: plays rollouts of several turns."""
         self._client = client
         self._run, self._job = client.run, client.job
         algorithm, trainer = self._job.algorithm, self._job.trainer
@@ -118,7 +122,11 @@ class TrainerLoop:
         self._reward_name = scorer.name
         self._learner = Learner(policy, algorithm, trainer, ranks, reference)
         self._residency = Residency(policy, self._learner.optimizer, ranks)
-        self._scorer = GroupScorer(policy.decode, scorer, algorithm)
+        self._episodes = None if episodes is None else StepEpisodes(episodes, client.stream, algorithm)
+        self._scorer = GroupScorer(
+            policy.decode, scorer, algorithm, None if episodes is None else episodes.results,
+            "" if episodes is None else episodes.name,
+        )  # fmt: skip
         client.stream.on_recall(self._residency.free)
         self._stream = client.stream.on_group(self._scorer.start)
         sends_adapters = self._job.weights.transfer == "lora"
@@ -171,6 +179,8 @@ class TrainerLoop:
 
     def _durable(self, step: int) -> None:
         """The checkpoint after `step` would survive a power cut; on the writer's thread."""
+        if self._episodes is not None:
+            self._episodes.saved(step)
         self._stream.checkpointed(step)
         self._copy_out(step_folder(self._run.checkpoints, step))
 
@@ -221,12 +231,16 @@ class TrainerLoop:
             require_some_reward(
                 [response.reward for group in groups for response in group.responses], self._reward_name
             )
+            if self._episodes is not None:
+                require_some_episode([e for group in groups for e in group.episodes], self._episodes.name)
         with seconds.timed("publish"):
             if self._is_rolled_out(step + 1):
                 self._client.begin_publication(self._content)
             if not self._stream.holds_lease:
                 self._residency.free()  # engines may load what is announced
         self._requested.remove(step)
+        if self._episodes is not None:
+            self._episodes.trained(step)
         waits = self._waits() - waited
         line = {
             "step": float(step),
@@ -301,12 +315,15 @@ class TrainerLoop:
         requested = RequestedStep[PendingGroup](step, version, updates, prompts)
         self._requested.add(requested)
         self._scorer.expect(step, version, requested.prompts)
+        if self._episodes is not None:
+            self._episodes.expect(step, version, requested.prompts)
         self._past_waits += self._stream.waits
         algorithm = self._job.algorithm
         self._client.request_step(
             step, version, [prompt_spec(*each, algorithm) for each in enumerate(requested.prompts)],
             group_size=algorithm.group_size, max_response_tokens=algorithm.max_response_tokens,
             stop_token_ids=self._policy.stop_token_ids, keep_lease=step != training,
+            are_episodes=self._episodes is not None,
         )  # fmt: skip
         return requested
 
@@ -425,7 +442,7 @@ class TrainerLoop:
             arrived.append(group)
             waiting[number] = group
             for each in selection.arrived(number, flat=group.zero_variance):
-                yield [response.sample for response in waiting.pop(each).responses]
+                yield [sample for response in waiting.pop(each).responses for sample in response.samples]
 
     def _completion_order(
         self, requested: RequestedStep[PendingGroup], seconds: Seconds

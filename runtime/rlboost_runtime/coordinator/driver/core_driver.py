@@ -279,7 +279,7 @@ class CoreDriver:
             case Abort() | LoadVersion() | Sleep() | Wake() | Evict():
                 self._outlet.to_agent(command)
             case DeliverGroup(group=group):
-                if self.step is not None:
+                if self.step is not None and not self.step.request.are_episodes:
                     self._outlet.deliver(self.finished_group(group))
             case EndRequest(response=response, reason=reason):
                 if reason is FinishReason.QUARANTINED:
@@ -357,7 +357,12 @@ class CoreDriver:
             on_open()
             for lost in self._disagreements():
                 self.apply(lost)
-            self.apply(StepStarted(self.now(), request.step, request.policy_version, requests, keeps_lease))
+            self.apply(
+                StepStarted(
+                    self.now(), request.step, request.policy_version, requests, keeps_lease,
+                    are_episodes=request.are_episodes,
+                )
+            )  # fmt: skip
             for response, reason in finished.items():
                 if self.core.response(response).finish_reason is None:
                     self.apply(Finished(self.now(), response, self.store.length(response), reason))
@@ -409,6 +414,15 @@ class CoreDriver:
             step.request.stop_token_ids,
             _vocabulary(self.run.weights / f"v{step.request.policy_version:06d}" / "config.json"),
         )
+
+    def episode_ended(self, step: int, number: int, num_tokens: int) -> None:
+        """Finish an episode of the open step; of another one it means nothing any more."""
+        opened = self.step
+        if opened is None or opened.request.step != step or not opened.request.are_episodes:
+            return
+        response = opened.all_responses()[number]
+        if self.core.response(response).finish_reason is None:
+            self.apply(Finished(self.now(), response, num_tokens, FinishReason.STOP))
 
     def step_checkpointed(self, step: int) -> None:
         """Forget the tokens of a step that is trained and checkpointed, and of all before it."""
@@ -542,9 +556,11 @@ class CoreDriver:
         return finished
 
     def _holds(self, response: Response) -> bool:
-        """Return True if the journal has what the core says of a finished response."""
+        """Return True if the journal has what the core says of a finished response. The trainer keeps
+        episodes."""
         reason = response.finish_reason
-        if reason is None or reason is FinishReason.QUARANTINED:
+        are_episodes = self.step is not None and self.step.request.are_episodes
+        if reason is None or reason is FinishReason.QUARANTINED or are_episodes:
             return True
         return self.store.holds(response.response, response.num_tokens, reason)
 

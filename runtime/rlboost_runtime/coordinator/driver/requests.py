@@ -392,7 +392,7 @@ class RequestDesk:
 def _asked(tokens: RequestTokens) -> ResponseRequest:
     number, request = tokens.response, tokens.request
     group = FIRST_REQUEST + zlib.crc32(request.session.encode()) if request.session else number
-    return ResponseRequest(number, group, len(request.token_ids) // 4, request.max_tokens)
+    return ResponseRequest(number, group, len(request.token_ids) // 4, request.max_tokens, request.episode)
 
 
 def _finished(response: int, num_tokens: int, reason: FinishReason, at: float) -> Event:

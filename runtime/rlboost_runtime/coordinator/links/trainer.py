@@ -153,6 +153,8 @@ class TrainerLink:
                 driver.apply(LeaseReturned(driver.now()))
             case wire.StepTrainedMessage():
                 self._on_trained(message)
+            case wire.EpisodeEnded(step=step, number=number, num_tokens=num_tokens):
+                driver.episode_ended(step, number, num_tokens)
             case wire.Checkpointed(step=step):
                 driver.step_checkpointed(step)
             case wire.Evaluated(step=step, metrics=metrics):
@@ -178,8 +180,8 @@ class TrainerLink:
         if same and resumes and driver.core.lease in (LeaseState.TRAINER, LeaseState.RECALLING):
             # It never stopped training: hand over what it may have missed, and leave the GPU with it.
             assert driver.step is not None
-            self._has_requested = True
-            for group in driver.core.complete_groups():
+            self._requested()
+            for group in driver.core.complete_groups() if not request.are_episodes else ():
                 self.deliver(driver.finished_group(group))
             self.lease(GrantLease(request.step))
             if driver.core.lease is LeaseState.RECALLING:
@@ -189,6 +191,9 @@ class TrainerLink:
 
     def _requested(self) -> None:
         self._has_requested = True
+        step = self._driver.step
+        if step is not None and step.request.are_episodes:
+            self._send(wire.StepOpened(step.request.step, step.first_response))
 
     def _on_trained(self, message: wire.StepTrainedMessage) -> None:
         driver, now = self._driver, self._clock.wall()

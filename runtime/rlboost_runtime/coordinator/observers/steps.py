@@ -48,8 +48,9 @@ class ReservedMeter:
             self._since = None
 
     def measured(self, step: OpenStep, store: TokenStore, core: Core) -> dict[str, float]:
-        """Return seconds and tokens of the open step so far; {} if a part of it was not observed."""
-        if self._partial:
+        """Return seconds and tokens of the open step so far; {} if a part of it was not observed, and for
+        episodes, whose turns it does not see."""
+        if self._partial or step.request.are_episodes:
             return {}
         reserved = {i.instance for i in core.instances.values() if i.pool is Pool.RESERVED}
         tokens = sum(

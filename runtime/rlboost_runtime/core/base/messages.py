@@ -226,6 +226,8 @@ class ResponseRequest:
     group: int
     prompt_tokens: int
     max_tokens: int
+    episode: int | None = None
+    """A turn's: the response of the open step that it belongs to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +243,9 @@ class StepStarted(_Timed):
     policy_version: int
     requests: tuple[ResponseRequest, ...]
     keeps_lease: bool = False
+    are_episodes: bool = False
+    """Environments drive its responses: each is a number of turns, which arrive as requests, and is finished
+    when the trainer says so."""
 
 
 FIRST_REQUEST = 2**31
@@ -249,9 +254,11 @@ FIRST_REQUEST = 2**31
 
 @dataclass(frozen=True, slots=True)
 class RequestArrived(_Timed):
-    """One response is requested, outside a step. Its prompt and how to sample it are journalled.
+    """One response is requested, outside a step or as a turn of an episode. Its prompt and how to sample it
+    are journalled.
 
-    It is generated under whatever version the fleet serves: where that changes, it goes on under the new one.
+    It is generated under whatever version the fleet serves, during a step the step's: where that changes, it
+    goes on under the new one.
     """
 
     request: ResponseRequest

@@ -202,6 +202,8 @@ class Assignments:
         if response.response >= FIRST_REQUEST:
             self.requests.end(response, self._context.now, num_tokens, reason)
             self.dispatcher.ended_request(response)
+            if self.book is not None and response.request.episode is not None:
+                self.book.add_turn(response.request.episode, num_tokens)
             self._context.emit(EndRequest(response.response, reason))
             return
         if reason is FinishReason.QUARANTINED:

@@ -98,10 +98,15 @@ class Dispatcher:
         self._fair_at = 0.0
 
     def lacks(self, response: Response) -> int:
-        """Return how many responses of its group are unfinished; 0 for a request of its own."""
-        if self._book is None or response.response >= FIRST_REQUEST:
+        """Return how many responses of its group are unfinished, of a turn those of its episode's group; 0
+        for a request of its own."""
+        book, episode = self._book, response.request.episode
+        if book is None:
             return 0
-        return self._book.unfinished_of(response.group)
+        if response.response < FIRST_REQUEST:
+            return book.unfinished_of(response.group)
+        turn_of = None if episode is None else book.responses.get(episode)
+        return 0 if turn_of is None else book.unfinished_of(turn_of.group)
 
     def enqueue(self, response: Response) -> None:
         """Queue a waiting response by the tokens that it keeps."""
@@ -210,14 +215,15 @@ class Dispatcher:
         return self.choose(response, estimate, avoid)
 
     def _fair_share_now(self) -> float:
-        """Return how full an instance may get while others are about to serve: as full as all will be.
+        """Return how full an instance may get while others are about to serve: as full as all will be. Turns
+        of episodes are too few at a time for that.
 
         Without that the first one ready at a step's begin draws all there is, and the last one, a second
         later, nothing. What an engine that has never served says of its cache is a guess, often several
         times too large: it counts as no larger than the largest that serves.
         """
         book, now = self._book, self._context.now
-        if not self.fills_fairly or book is None or not self.eligible:
+        if not self.fills_fairly or book is None or book.are_episodes or not self.eligible:
             return math.inf
         if now >= book.started_at + max(COMING_S.values()):
             return math.inf

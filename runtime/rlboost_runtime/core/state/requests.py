@@ -1,4 +1,5 @@
-"""Requests that arrived on their own, outside a step: one response each, open until it ends.
+"""Requests that arrived on their own, outside a step or as turns of its episodes: one response each, open
+until it ends.
 
 They share queue, instances and assignments with the step's responses. Their numbers begin at
 `FIRST_REQUEST`, so that they never meet those of a step. None waits for others of its group, so they go

@@ -27,6 +27,9 @@ class ResponseState(StrEnum):
     """No instance generates it: not begun, or to be continued from its kept tokens."""
     RUNNING = "running"
     """An instance holds an assignment for it."""
+    EPISODE = "episode"
+    """An environment drives it: its turns are requests of their own, and nothing of it is generated while it
+    waits for the environment."""
     FINISHED = "finished"
     """Complete, or quarantined; never resumed, begun again only where the journal lost its tokens."""
     CANCELLED = "cancelled"
@@ -40,6 +43,7 @@ LEGAL = {
     ResponseState.RUNNING: frozenset(
         {ResponseState.WAITING, ResponseState.FINISHED, ResponseState.CANCELLED}
     ),
+    ResponseState.EPISODE: frozenset({ResponseState.FINISHED, ResponseState.CANCELLED}),
     ResponseState.FINISHED: frozenset({ResponseState.WAITING}),  # only where its tokens were lost
     ResponseState.CANCELLED: frozenset[ResponseState](),
 }
@@ -127,8 +131,10 @@ class StepResponses:
         self.step = event.step
         self.policy_version = event.policy_version
         self.started_at = event.at
+        self.are_episodes = event.are_episodes
+        begin = ResponseState.EPISODE if event.are_episodes else ResponseState.WAITING
         self.responses = {
-            request.response: new_response(request, order, event.at)
+            request.response: new_response(request, order, event.at, begin)
             for order, request in enumerate(event.requests)
         }
         self.complete_groups: list[int] = []
@@ -188,6 +194,12 @@ class StepResponses:
         self.complete_groups.append(response.group)
         return True
 
+    def add_turn(self, episode: int, num_tokens: int) -> None:
+        """A turn of an episode is over."""
+        response = self.responses.get(episode)
+        if response is not None and response.state is ResponseState.EPISODE:
+            response.num_tokens += num_tokens
+
     def begin_again(self, response: Response, at: float) -> None:
         """Take back that a response is finished: none of its tokens are left."""
         response.lifecycle.move(ResponseState.WAITING, "its tokens were lost", at)
@@ -237,9 +249,11 @@ class StepResponses:
         self.num_running -= 1
 
 
-def new_response(request: ResponseRequest, order: int, at: float) -> Response:
+def new_response(
+    request: ResponseRequest, order: int, at: float, state: ResponseState = ResponseState.WAITING
+) -> Response:
     """Return a response that waits; `order`: its place among those that are requested together."""
-    life = StateMachine(f"response {request.response}", ResponseState.WAITING, LEGAL, at)
+    life = StateMachine(f"response {request.response}", state, LEGAL, at)
     return Response(request, order, life)
 
 

@@ -73,9 +73,7 @@ class PromptEncoder:
 
     def _rendered(self, example: Example, *, is_whole: bool = False) -> str:
         chat = example.chat
-        messages = list(example.messages or ({"role": "user", "content": example.text},))
-        if chat.system_prompt is not None and messages[0]["role"] != "system":
-            messages.insert(0, {"role": "system", "content": chat.system_prompt})
+        messages = list(example.conversation or ())
         variables: dict[str, Any] = dict(chat.args)
         goes_on = messages[-1]["role"] == "assistant" and not is_whole
         return str(

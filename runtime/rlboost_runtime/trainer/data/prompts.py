@@ -12,12 +12,12 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.job import Evaluation, RewardSetting
 from rlboost_runtime.logs import event
-from rlboost_runtime.trainer.data.reading import Example, Row
+from rlboost_runtime.trainer.data.reading import Chat, ChatFormat, Example, Row
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +46,9 @@ class Prompt:
     evaluation: Evaluation | None = None
     response_ids: tuple[int, ...] = ()
     """What sft learns to say."""
+    messages: Chat | None = None
+    """What episodes begin with; None: with the text."""
+    chat: ChatFormat = field(default_factory=ChatFormat)
 
     def num_responses(self, group_size: int) -> int:
         """Return how many responses it gets where those that are trained on get `group_size`."""
@@ -178,7 +181,12 @@ def usable_prompts(
         text, ids = encode(example)
         lengths.append(len(ids))
         if 0 < len(ids) <= max_prompt_tokens:
-            prompts.append(Prompt(index, text, tuple(ids), example.row, example.text, example.reward))
+            prompts.append(
+                Prompt(
+                    index, text, tuple(ids), example.row, example.text, example.reward,
+                    messages=example.conversation, chat=example.chat,
+                )
+            )  # fmt: skip
     if not prompts:
         raise ConfigError(
             f"data: none of {len(examples)} prompts has 1 to max_prompt_tokens {max_prompt_tokens} tokens"

@@ -66,6 +66,16 @@ class Example:
     response: str | None = None
     where: str = field(default="", compare=False)
 
+    @property
+    def conversation(self) -> Chat | None:
+        """The messages that a chat template gets; None: the text is read as it is."""
+        if self.messages is None and not self.chat.takes_text:
+            return None
+        messages = self.messages or ({"role": "user", "content": self.text},)
+        if self.chat.system_prompt is not None and messages[0]["role"] != "system":
+            return {"role": "system", "content": self.chat.system_prompt}, *messages
+        return messages
+
 
 def read_examples(data: PromptData | list[PromptData], files: Path) -> list[Example]:
     """Return the prompts of all sources, one source after the other. Their files lie in `files` under the

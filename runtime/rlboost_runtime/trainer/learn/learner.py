@@ -228,9 +228,17 @@ class Learner:
             self._algorithm.trained_temperature,
             scorer,
         )
-        if samples[0].usable:
+        if not samples[0].usable:
+            return replace(result, mask=torch.zeros_like(result.mask))
+        if all(sample.sampled is None for sample in samples):
             return result
-        return replace(result, mask=torch.zeros_like(result.mask))
+        sampled = [
+            np.ones(len(each.token_ids), np.float32)
+            if each.sampled is None
+            else each.sampled.astype(np.float32)
+            for each in samples
+        ]
+        return replace(result, mask=result.mask * _table(sampled, result))
 
     def _accumulate(self, samples: Sequence[Sample]) -> None:
         result = self._forward(samples)

@@ -49,6 +49,13 @@ class Sample:
     usable: bool = True
     old_logprobs: Logprobs | None = None
     reference_logprobs: Logprobs | None = None
+    sampled: NDArray[np.bool_] | None = None
+    """Per token of `token_ids`: whether the policy sampled it, so that it is trained; None: all of them."""
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that the policy sampled."""
+        return len(self.token_ids) if self.sampled is None else int(self.sampled.sum())
 
     @classmethod
     def of(

@@ -164,7 +164,7 @@ def load(setup: Setup) -> tuple[ScoreGroup, bool]:
     whatever importing the user's file raises, or `ValueError`."""
     if ":" not in setup.reward:
         return _one_by_one(built_in(setup.reward)), False
-    function = _import(Path(setup.folder), setup.reward)
+    function = import_callable(Path(setup.folder), setup.reward)
     if "responses" in inspect.signature(function).parameters:
         return _group(adapt(function, GROUP_OFFERED)), True
     score = adapt(function, OFFERED)
@@ -215,7 +215,8 @@ def _group(score: Callable[[GroupCall], object]) -> ScoreGroup:
     return at_once
 
 
-def _import(folder: Path, function: str) -> Callable[..., object]:
+def import_callable(folder: Path, function: str) -> Callable[..., object]:
+    """Return what `file.py:name` in `folder` is. Raises whatever the file raises, or `ValueError`."""
     file, _, name = function.rpartition(":")
     path = folder / file
     os.chdir(folder)

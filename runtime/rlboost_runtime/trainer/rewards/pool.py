@@ -157,7 +157,7 @@ class _Child:
         with theirs:
             module = "rlboost_runtime.trainer.rewards.child"
             command = [sys.executable, "-P", "-m", module, str(theirs.fileno())]
-            environment = _environment()
+            environment = child_environment()
             if self._sandbox.mode != "off":
                 command = self._sandbox.wrapped(command, Path(self._setup.folder))
                 environment = self._sandbox.environment(environment)
@@ -234,8 +234,9 @@ def _ending(process: subprocess.Popen[bytes]) -> str:
     return f"signal {signal.Signals(number).name}" if number in _SIGNALS else f"exit code {code}"
 
 
-def _environment() -> dict[str, str]:
-    """Ours, with our import path first: the child must find this package, however the trainer was started."""
+def child_environment() -> dict[str, str]:
+    """Return ours, with our import path first: the child must find this package, however the trainer was
+    started."""
     paths = [path for path in sys.path if path]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
 

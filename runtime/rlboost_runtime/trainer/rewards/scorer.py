@@ -149,10 +149,15 @@ def name_of(reward: RewardSource) -> str:
     return reward.http if isinstance(reward, HttpReward) else reward
 
 
+def default_memory() -> int:
+    """Return the address space of one process of a user's code where the job sets no limit."""
+    return max(MIN_MEMORY_BYTES, psutil.virtual_memory().total // 2)
+
+
 def _setup(reward: str, files: Path, memory_bytes: int | None, timeout_s: float) -> Setup:
     folder = str(files.absolute())
     if memory_bytes is None:
-        memory_bytes = max(MIN_MEMORY_BYTES, psutil.virtual_memory().total // 2)
+        memory_bytes = default_memory()
     if reward in BUILT_IN_REWARDS:
         return Setup(folder, reward, memory_bytes, timeout_s)
     file, _, function = reward.rpartition(":")

@@ -96,7 +96,7 @@ def _metrics(evaluation: Evaluation, groups: Sequence[ScoredGroup]) -> dict[str,
             f"eval_pass_at_{k}": statistics.fmean(pass_at(k, num, count) for count in correct)
             for k in evaluation.pass_at or _powers_up_to(num)
         },
-        "eval_length_mean": statistics.fmean(len(response.sample.token_ids) for response in responses),
+        "eval_length_mean": statistics.fmean(response.num_tokens for response in responses),
         "eval_truncated_share": statistics.fmean(
             response.finish_reason == FinishReason.LENGTH for response in responses
         ),
@@ -141,7 +141,7 @@ def evaluated_rows(
         prompt = prompts[group.group]
         assert prompt.evaluation is not None
         for number, response in enumerate(group.responses):
-            text = {} if number else {"response": decode(response.sample.token_ids)[:MAX_CHARACTERS]}
+            text = {} if number else {"response": response.text(decode)[:MAX_CHARACTERS]}
             parts = {"rewards": response.reward.parts} if response.reward.parts else {}
             yield {
                 "step": float(step),
@@ -150,7 +150,7 @@ def evaluated_rows(
                 "sample": float(number),
                 "reward": response.reward.value,
                 "correct": float(is_correct(response, prompt.evaluation)),
-                "tokens": float(len(response.sample.token_ids)),
+                "tokens": float(response.num_tokens),
                 "finish_reason": str(response.finish_reason),
                 **parts,
                 **text,

@@ -25,9 +25,11 @@ import torch
 
 from rlboost_runtime.core.base.messages import FinishReason
 from rlboost_runtime.errors import ProtocolError
+from rlboost_runtime.inference.episodes import RecordedSample
 from rlboost_runtime.job import WITHOUT_RATIO, Algorithm
 from rlboost_runtime.protocol.messages import DeliverGroupMessage, FinishedResponse
 from rlboost_runtime.trainer.data.prompts import Prompt
+from rlboost_runtime.trainer.episodes.outcome import EpisodeResult, EpisodeWatch
 from rlboost_runtime.trainer.learn.losses import KlEstimator, group_advantages, kl_terms, overlong_penalty
 from rlboost_runtime.trainer.learn.sample import Logprobs, Sample, TokenIds, chosen_responses
 from rlboost_runtime.trainer.rewards.outcome import Reward, RewardWatch
@@ -39,14 +41,30 @@ _RECALL_CHECK_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class ScoredResponse:
-    """One response of a step as metrics see it. `reward` is the plain one, without the overlong term."""
+    """One response of a step, or one episode, as metrics see it. `reward` is the plain one, without the
+    overlong term."""
 
-    sample: Sample
+    samples: tuple[Sample, ...]
+    """A response's only one; an episode's, in the order in which they began."""
     reward: Reward
     finish_reason: str
     num_segments: int
     finite: bool
     """False where an engine's logprob is no number; the response is then masked out."""
+
+    @property
+    def sample(self) -> Sample:
+        """The only sample, or the last."""
+        return self.samples[-1]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that were sampled."""
+        return sum(sample.num_sampled for sample in self.samples)
+
+    def text(self, decode: Callable[[TokenIds], str]) -> str:
+        """Return the response as text; of an episode what followed the prompt of its last sample."""
+        return decode(self.samples[-1].token_ids) if self.samples else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,30 +77,40 @@ class ScoredGroup:
     zero_variance: bool
     """True if its rewards, before penalties for length and KL, are all equal or fewer than two count: it
     teaches nothing of the task."""
+    episodes: Sequence[EpisodeResult] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class _PendingResponse:
-    response: FinishedResponse
-    token_ids: TokenIds
-    logprobs: Logprobs
+    samples: tuple[Sample, ...]
+    """Without their advantages."""
+    finish_reason: str
+    num_segments: int
     reward: Future[Reward]
-    reference_logprobs: Logprobs | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(sample.num_sampled for sample in self.samples)
 
     @property
     def is_finite(self) -> bool:
-        return bool(np.isfinite(self.logprobs).all())
+        return all(bool(np.isfinite(sample.logprobs).all()) for sample in self.samples)
 
     @property
     def is_usable(self) -> bool:
-        return self.is_finite and self.response.finish_reason != FinishReason.QUARANTINED
+        return self.is_finite and self.finish_reason != FinishReason.QUARANTINED
 
     def kl(self, estimator: KlEstimator) -> float:
         """Return the sum of KL(policy || reference) over the tokens, as the engine sampled them."""
-        if self.reference_logprobs is None:
-            return 0.0
-        engine, reference = (torch.tensor(each) for each in (self.logprobs, self.reference_logprobs))
-        return float(kl_terms(engine.double(), reference.double(), estimator).sum())
+        return sum(_kl(sample, estimator) for sample in self.samples)
+
+
+def _kl(sample: Sample, estimator: KlEstimator) -> float:
+    if sample.reference_logprobs is None:
+        return 0.0
+    engine, reference = (torch.tensor(each) for each in (sample.logprobs, sample.reference_logprobs))
+    terms = kl_terms(engine.double(), reference.double(), estimator)
+    return float((terms if sample.sampled is None else terms[torch.from_numpy(sample.sampled)]).sum())
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,19 +120,16 @@ class PendingGroup:
     group: int
     prompt: Prompt
     responses: Sequence[_PendingResponse]
+    episodes: Sequence[EpisodeResult] = ()
 
     def samples(self) -> list[Sample]:
-        """Return the responses without their advantages."""
-        prompt_ids = np.array(self.prompt.token_ids, np.int32)
-        return [
-            Sample(prompt_ids, entry.token_ids, entry.logprobs, 0.0, entry.is_usable)
-            for entry in self.responses
-        ]
+        """Return the samples of all responses, without their advantages."""
+        return [sample for entry in self.responses for sample in entry.samples]
 
     def with_reference(self, samples: Iterator[Sample]) -> PendingGroup:
         """Return it with the reference's logprobs of the next of `samples`."""
         responses = [
-            replace(entry, reference_logprobs=next(samples).reference_logprobs) for entry in self.responses
+            replace(entry, samples=tuple(next(samples) for _ in entry.samples)) for entry in self.responses
         ]
         return replace(self, responses=responses)
 
@@ -182,10 +207,21 @@ class GroupScorer:
     `start` is called on the stream's thread, the rest on the training thread.
     """
 
-    def __init__(self, decode: Callable[[TokenIds], str], scorer: RewardScorer, algorithm: Algorithm) -> None:
+    def __init__(
+        self,
+        decode: Callable[[TokenIds], str],
+        scorer: RewardScorer,
+        algorithm: Algorithm,
+        episodes: Callable[[int, range], list[EpisodeResult]] | None = None,
+        environment: str = "",
+    ) -> None:
+        """`episodes` returns those of a step that are over, by their numbers, played by `environment`; None:
+        there are none."""
         self._decode = decode
+        self._episodes = episodes
         self._scorer = scorer
         self._watch = RewardWatch(scorer.name)
+        self._episode_watch = EpisodeWatch(environment) if environment else None
         self._algorithm = algorithm
         self._expected: tuple[int, int, Sequence[Prompt]] | None = None
         self.reward_wait_s = 0.0
@@ -203,6 +239,8 @@ class GroupScorer:
             raise ProtocolError(f"{where} came during step {step}", "see the coordinator's log")
         prompt = prompts[group.group]
         wanted = prompt.num_responses(self._algorithm.group_size)
+        if self._episodes is not None:
+            return self._start_episodes(step, group.group)
         if len(group.responses) != wanted:
             raise ProtocolError(
                 f"{where} has {len(group.responses)} responses, not {wanted}", "see the coordinator's log"
@@ -216,11 +254,41 @@ class GroupScorer:
         asked = prompt.question or prompt.text
         calls = [RewardCall(asked, self._decode(token_ids), prompt.row) for token_ids, _ in tokens]
         rewards = self._scorer.submit_group(calls, prompt.reward)
+        prompt_ids = np.array(prompt.token_ids, np.int32)
         responses = [
-            _PendingResponse(response, token_ids, logprobs, reward)
+            _PendingResponse(
+                (Sample(prompt_ids, token_ids, logprobs, 0.0, _is_whole(response.finish_reason, logprobs)),),
+                response.finish_reason, len(response.segments), reward,
+            )
             for response, (token_ids, logprobs), reward in zip(group.responses, tokens, rewards, strict=True)
-        ]
+        ]  # fmt: skip
         return PendingGroup(group.group, prompt, responses)
+
+    def _start_episodes(self, step: int, group: int) -> PendingGroup:
+        assert self._episodes is not None
+        assert self._expected is not None
+        prompts = self._expected[2]
+        counts = [prompt.num_responses(self._algorithm.group_size) for prompt in prompts]
+        first = sum(counts[:group])
+        results = self._episodes(step, range(first, first + counts[group]))
+        responses = [self._start_episode(prompts[group], result) for result in results]
+        return PendingGroup(group, prompts[group], responses, results)
+
+    def _start_episode(self, prompt: Prompt, result: EpisodeResult) -> _PendingResponse:
+        record = result.record
+        if result.failure:  # it was left out: nothing of it is trained or counted
+            reward: Future[Reward] = Future()
+            reward.set_result(Reward(0.0))
+            return _PendingResponse((), str(FinishReason.QUARANTINED), 1, reward)
+        if result.reward is None:
+            asked = prompt.question or prompt.text
+            reward = self._scorer.submit(RewardCall(asked, record.last_response, prompt.row), prompt.reward)
+        else:
+            reward = Future()
+            reward.set_result(Reward(result.reward))
+        is_cut = record.is_cut or bool(record.limit)
+        reason = str(FinishReason.LENGTH if is_cut else FinishReason.STOP)
+        return _PendingResponse(tuple(map(_sample, record.samples)), reason, 1, reward)
 
     def finish(self, pending: PendingGroup, between: Callable[[], None]) -> ScoredGroup:
         """Return the scored group; waits for its rewards, calling `between` now and then meanwhile.
@@ -233,7 +301,21 @@ class GroupScorer:
             between()
         self.reward_wait_s += time.monotonic() - started
         self._watch.saw(future.result() for future in futures)
+        if self._episode_watch is not None:
+            self._episode_watch.saw(pending.episodes)
         return score_group(pending, self._algorithm)
+
+
+def _is_whole(finish_reason: str, logprobs: Logprobs) -> bool:
+    return finish_reason != FinishReason.QUARANTINED and bool(np.isfinite(logprobs).all())
+
+
+def _sample(recorded: RecordedSample) -> Sample:
+    """Return a sample of an episode without its advantage."""
+    logprobs = np.frombuffer(recorded.logprobs, "<f4")
+    sampled = np.frombuffer(recorded.sampled, np.uint8).astype(bool)
+    prompt_ids, token_ids = (np.frombuffer(each, "<i4") for each in (recorded.prompt_ids, recorded.token_ids))
+    return Sample(prompt_ids, token_ids, logprobs, 0.0, bool(np.isfinite(logprobs).all()), sampled=sampled)
 
 
 def _check(
@@ -263,19 +345,16 @@ def score_group(pending: PendingGroup, algorithm: Algorithm) -> ScoredGroup:
     kl_coef = kl.coef if kl is not None and kl.is_in_reward else 0.0
     shaped = [
         reward.value
-        + overlong_penalty(
-            len(entry.token_ids), algorithm.max_response_tokens, algorithm.overlong_penalty_tokens
-        )
+        + overlong_penalty(entry.num_tokens, algorithm.max_response_tokens, algorithm.overlong_penalty_tokens)
         - (kl_coef * entry.kl(kl.estimator) if kl is not None else 0.0)
         for reward, entry in zip(rewards, decoded, strict=True)
     ]
-    prompt_ids = np.array(pending.prompt.token_ids, np.int32)
     trained = [
-        ok and not (algorithm.mask_truncated and entry.response.finish_reason == FinishReason.LENGTH)
+        ok and not (algorithm.mask_truncated and entry.finish_reason == FinishReason.LENGTH)
         for ok, entry in zip(usable, decoded, strict=True)
     ]
     if algorithm.loss in WITHOUT_RATIO:
-        some = [ok and len(entry.token_ids) > 0 for ok, entry in zip(trained, decoded, strict=True)]
+        some = [ok and entry.num_tokens > 0 for ok, entry in zip(trained, decoded, strict=True)]
         advantages = chosen_responses(shaped, some, algorithm)
         trained = [sign != 0 for sign in advantages]
     else:
@@ -287,20 +366,14 @@ def score_group(pending: PendingGroup, algorithm: Algorithm) -> ScoredGroup:
         pending.group,
         tuple(
             ScoredResponse(
-                Sample(
-                    prompt_ids,
-                    entry.token_ids,
-                    entry.logprobs,
-                    advantages[i],
-                    trained[i],
-                    reference_logprobs=entry.reference_logprobs,
-                ),
+                tuple(replace(s, advantage=advantages[i], usable=trained[i]) for s in entry.samples),
                 rewards[i],
-                entry.response.finish_reason,
-                len(entry.response.segments),
+                entry.finish_reason,
+                entry.num_segments,
                 entry.is_finite,
             )
             for i, entry in enumerate(decoded)
         ),
         len(plain) < 2 or max(plain) - min(plain) <= 1e-9,
+        pending.episodes,
     )

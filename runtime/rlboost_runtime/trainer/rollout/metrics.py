@@ -13,6 +13,7 @@ import json
 import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from rlboost_runtime.job import Algorithm
 from rlboost_runtime.protocol.reward_failures import SCORED_METRIC
 from rlboost_runtime.run.folder import write_atomically
 from rlboost_runtime.trainer.data.prompts import Prompt
+from rlboost_runtime.trainer.episodes.outcome import episode_metrics
 from rlboost_runtime.trainer.learn.sample import TokenIds
 from rlboost_runtime.trainer.rewards.outcome import Reward, failure_metrics
 from rlboost_runtime.trainer.rollout.groups import ScoredGroup, ScoredResponse
@@ -28,9 +30,12 @@ from rlboost_runtime.trainer.rollout.groups import ScoredGroup, ScoredResponse
 
 def group_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     """Return reward, length and ending statistics of a step (at least one group)."""
+    episodes = [episode for group in groups for episode in group.episodes]
+    if episodes:
+        groups = _without_left_out(groups)
     responses = [response for group in groups for response in group.responses]
     rewards = [response.reward.value for response in responses]
-    lengths = sorted(len(response.sample.token_ids) for response in responses)
+    lengths = sorted(response.num_tokens for response in responses)
     by_group = [[response.reward.value for response in group.responses] for group in groups]
     means = [statistics.fmean(values) for values in by_group]
 
@@ -57,13 +62,27 @@ def group_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
         SCORED_METRIC: float(len(responses)),
         **failure_metrics(response.reward for response in responses),
         **_part_means([response.reward for response in responses]),
+        **(episode_metrics(episodes) if episodes else {}),
     }
+
+
+def _without_left_out(groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
+    """Return the groups without the episodes that were left out, and without groups that have no other."""
+    found = []
+    for group in groups:
+        pairs = zip(group.responses, group.episodes, strict=True)
+        left = tuple(response for response, episode in pairs if not episode.failure)
+        if left:
+            found.append(replace(group, responses=left))
+    return found
 
 
 def choice_metrics(groups: Sequence[ScoredGroup], algorithm: Algorithm) -> dict[str, float]:
     """Return what the losses that choose among a group's responses found: dpo's `pairs_tied` are groups whose
     best and worst reward are equal."""
-    chosen = [sum(response.sample.usable for response in group.responses) for group in groups]
+    chosen = [
+        sum(any(each.usable for each in response.samples) for response in group.responses) for group in groups
+    ]
     match algorithm.loss:
         case "dpo":
             return {"pairs_tied": float(chosen.count(0))}
@@ -137,7 +156,7 @@ def pick_samples(
     """Return up to three responses of a step, best first."""
     ranked = sorted(
         ((group, response) for group in groups for response in group.responses),
-        key=lambda pair: (-pair[1].reward.value, len(pair[1].sample.token_ids), pair[0].group),
+        key=lambda pair: (-pair[1].reward.value, pair[1].num_tokens, pair[0].group),
     )
     places = sorted({0, len(ranked) // 2, len(ranked) - 1})
     return [_entry(step, prompts[ranked[at][0].group], ranked[at][1], decode) for at in places if ranked]
@@ -147,9 +166,9 @@ def _entry(step: int, prompt: Prompt, response: ScoredResponse, decode: Callable
     return {
         "step": float(step),
         "prompt": prompt.text[-MAX_CHARACTERS:],
-        "response": decode(response.sample.token_ids)[:MAX_CHARACTERS],
+        "response": response.text(decode)[:MAX_CHARACTERS],
         "reward": response.reward.value,
         **({"rewards": response.reward.parts} if response.reward.parts else {}),
-        "tokens": float(len(response.sample.token_ids)),
+        "tokens": float(response.num_tokens),
         "finish_reason": str(response.finish_reason),
     }

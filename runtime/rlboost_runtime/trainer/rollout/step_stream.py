@@ -38,6 +38,7 @@ from rlboost_runtime.protocol.messages import (
     SCHEMA,
     Checkpointed,
     DeliverGroupMessage,
+    EpisodeEnded,
     Evaluated,
     GrantLeaseMessage,
     LeaseReturnedMessage,
@@ -47,6 +48,7 @@ from rlboost_runtime.protocol.messages import (
     Refused,
     RunFailed,
     RunFinished,
+    StepOpened,
     StepStartedMessage,
     StepTrainedMessage,
     TrainerCommand,
@@ -116,6 +118,9 @@ class StepStream(Generic[Group]):
         self._request: StepStartedMessage | None = None
         self._next_request: StepStartedMessage | None = None  # its version is being published
         self._final: RunFinished | RunFailed | None = None
+        self._on_opened: Callable[[int], None] = lambda first_response: None
+        self._episodes: dict[int, EpisodeEnded] = {}  # of the requested step, that are over
+        self._failure: BaseException | None = None
 
         async def dial() -> Transport:
             known = url()
@@ -151,6 +156,11 @@ class StepStream(Generic[Group]):
         self._on_group = start
         return cast("StepStream[Made]", self)
 
+    def on_opened(self, play: Callable[[int], None]) -> None:
+        """Have `play` called with the number of the first response once a step of episodes is open, and again
+        after a reconnect; on the stream's own thread, so it must be quick."""
+        self._on_opened = play
+
     def __enter__(self) -> Self:
         self._link.start()
         return self
@@ -175,6 +185,7 @@ class StepStream(Generic[Group]):
         stop_token_ids: Sequence[int] = (),
         keep_lease: bool = False,
         once_published: bool = False,
+        are_episodes: bool = False,
     ) -> None:
         """Request a step's groups and return the lease: the GPU must be free when this is called.
 
@@ -183,10 +194,13 @@ class StepStream(Generic[Group]):
 
         With `once_published` the version may still be on its way into the store: the request takes effect
         when `publish` announces it.
+
+        With `are_episodes` the caller plays them, once `on_opened` is called: it reports each one by
+        `episode_ended` and each group by `group_ended`.
         """
         request = StepStartedMessage(
             step, policy_version, tuple(prompts), group_size, max_response_tokens, tuple(stop_token_ids),
-            keep_lease,
+            keep_lease, are_episodes,
         )  # fmt: skip
         with self._changed:
             self.waits = Waits()
@@ -203,6 +217,7 @@ class StepStream(Generic[Group]):
         self._request = msgspec.structs.replace(request, keeps_lease=self._lease)
         self._groups.clear()
         self._seen.clear()
+        self._episodes.clear()
         self._num_returned = 0
         self._link.post(self._request)
 
@@ -232,6 +247,24 @@ class StepStream(Generic[Group]):
         with self._changed:
             self._checkpointed = Checkpointed(step)
             self._link.post(self._checkpointed)
+
+    def episode_ended(self, ended: EpisodeEnded) -> None:
+        """Report an episode as over. From any thread."""
+        with self._changed:
+            if self._request is not None and self._request.step == ended.step:
+                self._episodes[ended.number] = ended
+                self._link.post(ended)
+
+    def group_ended(self, group: DeliverGroupMessage) -> None:
+        """Have `next_groups` return a group of episodes that are over. From any thread but the training
+        one."""
+        self._on_group_done(group)
+
+    def fail(self, problem: BaseException) -> None:
+        """Have whatever call the training thread waits in raise `problem`. From any thread."""
+        with self._changed:
+            self._failure = problem
+            self._changed.notify_all()
 
     def evaluated(self, evaluated: Evaluated) -> None:
         """Report what the final weights' evaluation found."""
@@ -303,6 +336,8 @@ class StepStream(Generic[Group]):
             self.answer_recall()
             with self._changed:
                 self._link.raise_problem()
+                if self._failure is not None:
+                    raise self._failure
                 if self._lease and self._recalled:
                     continue
                 if done():
@@ -331,13 +366,19 @@ class StepStream(Generic[Group]):
         known = self._known_version = welcome.published_version
         is_news = self._published is not None and (known is None or known < self._published.version)
         published = self._published if is_news else None
-        all_said = (published, self._trained, self._checkpointed, self._evaluated, self._request, self._final)
+        said = (published, self._trained, self._checkpointed, self._evaluated, self._request)
+        all_said = (*said, *self._episodes.values(), self._final)
         return [message for message in all_said if message is not None]
 
     def _on_command(self, command: TrainerCommand) -> None:
         match command:
             case DeliverGroupMessage():
                 self._on_group_done(command)
+            case StepOpened(step=step, first_response=first_response):
+                with self._changed:
+                    is_current = self._is_current(step)
+                if is_current:
+                    self._on_opened(first_response)
             case GrantLeaseMessage(step=step):
                 with self._changed:
                     if self._is_current(step):
