@@ -164,12 +164,12 @@ def play_class(kind: type, max_turns: int, threads: Threads) -> Play:
         environment = await threads.run(kind)
         client = client_of(call, own_time, transport)
         told = await threads.run(environment.reset, **_fitting(environment.reset, call.row))
-        conversation = Conversation(client, call, "" if told is None else str(told))
+        dialogue = Dialogue(client, call, "" if told is None else str(told))
         with contextlib.suppress(_LimitMet):
             if talks:
-                await _talk(environment, conversation, max_turns, threads)
+                await _talk(environment, dialogue, max_turns, threads)
             else:
-                await _use_tools(environment, conversation, tools, max_turns, threads)
+                await _use_tools(environment, dialogue, tools, max_turns, threads)
         if not callable(getattr(environment, "get_reward", None)):
             return None
         return await threads.run(environment.get_reward)
@@ -181,7 +181,7 @@ class _LimitMet(Exception):
     """The episode asked for more than it may have."""
 
 
-class Conversation:
+class Dialogue:
     """What model and environment have said: messages, or plain text for a model without a chat template."""
 
     def __init__(self, client: openai.AsyncOpenAI, call: EpisodeCall, told: str) -> None:
@@ -233,26 +233,26 @@ class Conversation:
         return self._messages is not None
 
 
-async def _talk(environment: Any, conversation: Conversation, max_turns: int, threads: Threads) -> None:
+async def _talk(environment: Any, dialogue: Dialogue, max_turns: int, threads: Threads) -> None:
     for _ in range(max_turns):
-        response, _calls = await conversation.ask()
+        response, _calls = await dialogue.ask()
         seen = await threads.run(environment.step, response)
         if seen is None:
             return
-        conversation.tell(str(seen))
+        dialogue.tell(str(seen))
 
 
 async def _use_tools(
     environment: Any,
-    conversation: Conversation,
+    dialogue: Dialogue,
     tools: dict[str, dict[str, Any]],
     max_turns: int,
     threads: Threads,
 ) -> None:
-    if not conversation.is_chat:
+    if not dialogue.is_chat:
         raise ValueError("tools need a chat template, and the prompt is plain text")
     for _ in range(max_turns):
-        _, calls = await conversation.ask(list(tools.values()))
+        _, calls = await dialogue.ask(list(tools.values()))
         if not calls:
             return
         for call in calls:
@@ -263,7 +263,7 @@ async def _use_tools(
                 result = await threads.run(getattr(environment, name), **json.loads(call.function.arguments))
             except Exception as error:  # noqa: BLE001 - the model is told what its call led to
                 result = f"error: {error}"
-            conversation.answer(call.id, str(result))
+            dialogue.answer(call.id, str(result))
 
 
 def _fitting(function: Callable[..., object], row: dict[str, Any]) -> dict[str, Any]:

@@ -45,7 +45,7 @@ from rlboost_runtime.trainer.episodes.outcome import (
     EpisodeSetup,
     Played,
 )
-from rlboost_runtime.trainer.episodes.process import EpisodeProcess
+from rlboost_runtime.trainer.episodes.episode_process import EpisodeProcess
 from rlboost_runtime.trainer.episodes.results import EpisodeFiles, StepKey
 from rlboost_runtime.trainer.rewards.sandbox import OFF, Sandbox
 from rlboost_runtime.trainer.rewards.scorer import default_memory
