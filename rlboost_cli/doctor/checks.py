@@ -80,6 +80,7 @@ def job_checks() -> Iterator[Check]:
     yield Check(of_job.model, announce="checking the model (importing torch takes seconds)")
     yield Check(of_job.prompts, announce="reading the prompts")
     yield Check(of_job.reward, announce="calling the reward function")
+    yield Check(of_job.environment)
     yield Check(of_job.sandbox)
 
 

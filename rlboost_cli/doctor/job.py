@@ -12,6 +12,7 @@ from rlboost_runtime.errors import ConfigError, RLBoostError
 from rlboost_runtime.job import Job, TinyModel, data_sources, reward_files
 from rlboost_runtime.run.create import copy_files
 from rlboost_runtime.trainer.data.reading import Example, read_examples
+from rlboost_runtime.trainer.episodes.runner import try_to_load
 from rlboost_runtime.trainer.rewards.outcome import Reward
 from rlboost_runtime.trainer.rewards.sandbox import INSTALL, Sandbox
 from rlboost_runtime.trainer.rewards.scorer import RewardCall, RewardScorer
@@ -147,10 +148,28 @@ def _score(scorer: RewardScorer, example: Example) -> Reward:
     return scorer.submit(RewardCall(example.text, response, example.row), example.reward).result()
 
 
+def environment(context: DoctorContext) -> Iterator[Finding]:
+    """Whether the job's environment can be loaded, if it has one."""
+    job = context.wanted
+    if job.episodes is None:
+        return
+    with tempfile.TemporaryDirectory() as name:
+        files = Path(name) / "files"
+        try:
+            files.mkdir()
+            copy_files(job, context.folder, files)
+            try_to_load(job, files, Path(name))
+        except ConfigError as error:
+            yield failed("environment", error)
+            return
+    yield ok("environment", f"{job.episodes.name} loads")
+
+
 def sandbox(context: DoctorContext) -> Iterator[Finding]:
     """What keeps the job's own reward functions apart, if it has any and they run on this machine."""
     job = context.wanted
-    if reward_files(job.rewards) and not job.trainer.is_elsewhere:
+    is_mine = job.environment is not None or bool(reward_files(job.rewards))
+    if is_mine and not job.trainer.is_elsewhere:
         try:
             yield judge_sandbox(job, Sandbox.of(job).problem())
         except ConfigError as error:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Literal
 
+from rlboost_runtime.protocol.episode_failures import WORDS as EPISODE_WORDS
 from rlboost_runtime.protocol.reward_failures import WORDS, RewardFailure, metric_of
 
 Unit = Literal["", "share", "tokens", "s", "nats", "count", "bytes", "tokens/s"]
@@ -34,7 +35,7 @@ class Metric:
 
 _REWARD, _LENGTH, _GROUPS = "Reward", "Length and ending", "Groups"
 _UPDATE, _MISMATCH, _TIME, _STEP = "Update", "Engine and trainer", "Time", "Step"
-_EVALUATION = "Evaluation"
+_EVALUATION, _EPISODES = "Evaluation", "Episodes"
 
 _TABLE: tuple[Metric, ...] = (
     Metric("step", _STEP, "count", "Step; from 0 in the file, from 1 in every command."),
@@ -106,6 +107,22 @@ _TABLE: tuple[Metric, ...] = (
     Metric("length_p90", _LENGTH, "tokens", "Length that 90 % of the responses do not exceed."),
     Metric("length_max", _LENGTH, "tokens", "Length of the longest response.",
            "below max_response_tokens"),
+    Metric("turns_mean", _EPISODES, "count", "Requests to the model per episode.", "below max_turns"),
+    Metric("turns_max", _EPISODES, "count", "The most requests of an episode."),
+    Metric("samples_per_episode", _EPISODES, "count", "Samples that an episode was trained as.",
+           "1", "Above 1 the chat template rewrites history, or requests overlap (agents.md).", "low"),
+    Metric("environment_tokens_mean", _EPISODES, "tokens", "Tokens per episode that the environment wrote."),
+    Metric("episodes_limited_share", _EPISODES, "share", "Episodes that asked for more turns or tokens than"
+           " they may have.", "below 0.1", "Raise environment.max_turns or algorithm.max_response_tokens.",
+           "low"),
+    Metric("episodes_tried_again", _EPISODES, "count", "Attempts at episodes that failed or were lost.",
+           "near 0", "Read `rlboost logs RUN environment`.", "low"),
+    *(
+        Metric(f"episodes_left_out_{kind}", _EPISODES, "count",
+               f"Episodes that were left out because the environment {words}.", "0",
+               "Read `rlboost logs RUN environment`.", "low")
+        for kind, words in EPISODE_WORDS.items()
+    ),
     Metric("loss", _UPDATE, "", "Mean loss of the step's updates.",
            "near 0; it does not show progress: use reward_mean (sft: it falls)"),
     Metric("pairs", _UPDATE, "count", "dpo: pairs of a best and a worst response that were trained on.",

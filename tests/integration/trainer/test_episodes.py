@@ -25,13 +25,13 @@ from rlboost_runtime.inference.episodes import Episodes
 from rlboost_runtime.inference.fleet import Fleet
 from rlboost_runtime.inference.service import Service
 from rlboost_runtime.job import Job
+from rlboost_runtime.protocol.episode_failures import EpisodeFailure
 from rlboost_runtime.run.folder import RunFolder, write_atomically
 from rlboost_runtime.seams import SystemClock
 from rlboost_runtime.trainer.data.prompts import Prompt
 from rlboost_runtime.trainer.episodes.outcome import (
     HOPELESS,
     NOTHING,
-    EpisodeFailure,
     EpisodeResult,
     EpisodeWatch,
     require_some_episode,

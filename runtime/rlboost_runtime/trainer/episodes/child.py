@@ -26,10 +26,10 @@ import httpx2
 import msgspec
 
 from rlboost_runtime.inference.episodes import SOCKET_NAME
+from rlboost_runtime.protocol.episode_failures import EpisodeFailure
 from rlboost_runtime.trainer.episodes.outcome import (
     LOADED,
     EpisodeCall,
-    EpisodeFailure,
     EpisodeSetup,
     Played,
 )

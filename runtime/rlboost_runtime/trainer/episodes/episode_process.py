@@ -15,11 +15,11 @@ from pathlib import Path
 import msgspec
 
 from rlboost_runtime.errors import ConfigError
+from rlboost_runtime.protocol.episode_failures import EpisodeFailure
 from rlboost_runtime.trainer.episodes.child import HEADER, read
 from rlboost_runtime.trainer.episodes.outcome import (
     LOADED,
     EpisodeCall,
-    EpisodeFailure,
     EpisodeSetup,
     Played,
 )

@@ -14,38 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
 import msgspec
 
 from rlboost_runtime.errors import RuntimeFault
 from rlboost_runtime.inference.episodes import EpisodeRecord
-
-
-class EpisodeFailure(StrEnum):
-    """Why an episode has no reward."""
-
-    RAISED = "raised"
-    """The environment raised, or its program ended with an error."""
-    TIMEOUT = "timeout"
-    """It took longer than environment.timeout_s."""
-    DIED = "died"
-    """Its process ended."""
-    NO_NUMBER = "no_number"
-    """Its reward is no finite number."""
-    LOST = "lost"
-    """A response or the endpoint was lost: not the environment's doing."""
-
-
-WORDS = {
-    EpisodeFailure.RAISED: "raised an error",
-    EpisodeFailure.TIMEOUT: "took too long",
-    EpisodeFailure.DIED: "ended its process",
-    EpisodeFailure.NO_NUMBER: "gave a reward that is no number",
-    EpisodeFailure.LOST: "lost its responses",
-}
-"""What the environment did, in words."""
+from rlboost_runtime.protocol.episode_failures import WORDS, EpisodeFailure
 
 
 @dataclass(frozen=True, slots=True)

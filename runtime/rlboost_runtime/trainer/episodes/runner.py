@@ -34,18 +34,18 @@ from rlboost_runtime.inference.episodes import (
 )
 from rlboost_runtime.job import Job
 from rlboost_runtime.logs import event
+from rlboost_runtime.protocol.episode_failures import EpisodeFailure
 from rlboost_runtime.run.folder import RunFolder, read_json
 from rlboost_runtime.run.security import read_token
 from rlboost_runtime.trainer.data.prompts import Prompt
+from rlboost_runtime.trainer.episodes.episode_process import EpisodeProcess
 from rlboost_runtime.trainer.episodes.outcome import (
     NOTHING,
     EpisodeCall,
-    EpisodeFailure,
     EpisodeResult,
     EpisodeSetup,
     Played,
 )
-from rlboost_runtime.trainer.episodes.episode_process import EpisodeProcess
 from rlboost_runtime.trainer.episodes.results import EpisodeFiles, StepKey
 from rlboost_runtime.trainer.rewards.sandbox import OFF, Sandbox
 from rlboost_runtime.trainer.rewards.scorer import default_memory
@@ -85,6 +85,33 @@ class StepOfEpisodes:
         for prompt, count in zip(self.prompts, self.counts, strict=True):
             digest.update(repr((prompt.index, prompt.text, count, prompt.evaluation)).encode())
         return StepKey(self.step, self.policy_version, digest.hexdigest())
+
+
+def setup_of(job: Job, files: Path) -> EpisodeSetup:
+    """Return how a job's episodes are played; its files lie in `files`."""
+    settings, memory = job.episodes, job.reward_memory_mib
+    assert settings is not None
+    return EpisodeSetup(
+        folder=str(files.absolute()), python=settings.python,
+        command=None if settings.command is None else tuple(settings.command),
+        max_turns=settings.max_turns, timeout_s=settings.timeout_s,
+        memory_bytes=default_memory() if memory is None else memory << 20,
+    )  # fmt: skip
+
+
+def try_to_load(job: Job, files: Path, scratch: Path) -> None:
+    """Load a job's environment in a process as a run does, and end that. Raises `ConfigError`."""
+
+    async def load() -> None:
+        sandbox = Sandbox.of(job)
+        process = EpisodeProcess(
+            setup_of(job, files), scratch / "sockets", scratch / "environment.log",
+            OFF if sandbox.problem() else sandbox,
+        )  # fmt: skip
+        await process.start()
+        await process.kill()
+
+    asyncio.run(load())
 
 
 class EpisodeRunner:
@@ -192,19 +219,10 @@ class EpisodeRunner:
         )  # fmt: skip
 
     async def _new_process(self) -> EpisodeProcess:
-        process = EpisodeProcess(self._setup(), self._run.sockets, self._log_file, self._sandbox)
+        setup = setup_of(self._job, self._run.files)
+        process = EpisodeProcess(setup, self._run.sockets, self._log_file, self._sandbox)
         await process.start()
         return process
-
-    def _setup(self) -> EpisodeSetup:
-        settings = self._settings
-        memory = self._job.reward_memory_mib
-        return EpisodeSetup(
-            folder=str(self._run.files.absolute()), python=settings.python,
-            command=None if settings.command is None else tuple(settings.command),
-            max_turns=settings.max_turns, timeout_s=settings.timeout_s,
-            memory_bytes=default_memory() if memory is None else memory << 20,
-        )  # fmt: skip
 
     # --- a step --------------------------------------------------------------------------------------------
 

@@ -1,0 +1,33 @@
+"""Why an episode was left out: kinds and words.
+
+The trainer decides and counts (`trainer.episodes.outcome` has the rule). Pure; standard library only.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class EpisodeFailure(StrEnum):
+    """Why an episode has no reward."""
+
+    RAISED = "raised"
+    """The environment raised, or its program ended with an error."""
+    TIMEOUT = "timeout"
+    """It took longer than environment.timeout_s."""
+    DIED = "died"
+    """Its process ended."""
+    NO_NUMBER = "no_number"
+    """Its reward is no finite number."""
+    LOST = "lost"
+    """A response or the endpoint was lost: not the environment's doing."""
+
+
+WORDS = {
+    EpisodeFailure.RAISED: "raised an error",
+    EpisodeFailure.TIMEOUT: "took too long",
+    EpisodeFailure.DIED: "ended its process",
+    EpisodeFailure.NO_NUMBER: "gave a reward that is no number",
+    EpisodeFailure.LOST: "lost its responses",
+}
+"""What the environment did, in words."""
