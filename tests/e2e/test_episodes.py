@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ruamel.yaml import YAML
 
 from rlboost_runtime.coordinator.audit import audit
 
@@ -37,10 +38,12 @@ def job(cli: Any, name: str, environment: Any, **changes: Any) -> Path:
     (cli.home / "function.py").write_text(FUNCTION)
     (cli.home / "program.py").write_text(PROGRAM)
     algorithm = {"max_prompt_tokens": 32, "max_response_tokens": 64} | changes.pop("algorithm", {})
-    return cli.job(
-        name, environment=environment, data={"source": "prompts.jsonl"}, reward="guess.py:is_digit",
-        algorithm=algorithm, **changes,
-    )  # fmt: skip
+    path = cli.job(name, environment=environment, reward="guess.py:is_digit", algorithm=algorithm, **changes)
+    fields = YAML(typ="safe").load(path)
+    fields["data"] = {"source": "prompts.jsonl"}
+    with path.open("w") as file:
+        YAML().dump(fields, file)
+    return path
 
 
 def lines(cli: Any, name: str) -> list[dict[str, Any]]:
@@ -55,7 +58,12 @@ def test_episodes_survive_kills_of_every_role(cli: Any) -> None:
         before = cli.wait("guess", lambda s: True, timeout_s=10)["step"]
         cli.process("guess", role).kill()
         cli.wait("guess", lambda s, b=before: s["step"] > b, timeout_s=120)
-    cli.processes("guess", "rlboost_runtime.trainer.episodes.child")[0].kill()
+    players = [
+        child
+        for child in cli.process("guess", "trainer").children(recursive=True)
+        if "rlboost_runtime.trainer.episodes.child" in child.cmdline()
+    ]
+    players[-1].kill()
     cli.processes("guess", "rlboost_runtime.agent")[0].kill()
     assert cli.wait_outcome("guess", timeout_s=300)["exit_code"] == 0
     found = lines(cli, "guess")
@@ -77,7 +85,7 @@ def test_episodes_survive_kills_of_every_role(cli: Any) -> None:
     ids=["function", "program"],
 )
 def test_functions_and_programs_train(cli: Any, environment: dict[str, Any]) -> None:
-    network = {"reward_network": True} if "command" in environment else {}
+    network = {"reward_network": True, "files": ["program.py"]} if "command" in environment else {}
     path = job(cli, "other", environment, algorithm={"steps": 2}, **network)
     assert "environment" in cli("doctor", path).stdout
     cli("launch", path, "--yes")

@@ -51,6 +51,7 @@ from rlboost_runtime.run import security
 from rlboost_runtime.run.folder import RunFolder, write_json
 from rlboost_runtime.trainer.__main__ import EXIT_CANNOT_GO_ON, train
 from rlboost_runtime.trainer.artifacts.output import OutputCopies
+from rlboost_runtime.trainer.episodes.outcome import episode_metrics
 from rlboost_runtime.trainer.learn.sharded_state import StoredState
 from rlboost_runtime.trainer.rollout.client import RolloutClient
 from rlboost_runtime.trainer.rollout.metrics import MetricsLog
@@ -440,6 +441,7 @@ def test_held_out_prompts_are_answered_and_never_trained(tmp_path):
     general = {"eval_avg_at_K", "eval_pass_at_K", "reward_NAME_mean"}
     general |= {"pairs", "pairs_tied", "pairs_ordered_share", "pair_margin"}  # dpo's
     general |= {"responses_kept", "groups_without_kept"}  # of rejection
+    general |= episode_metrics([]).keys()
     assert {described(name).name for name in set().union(*table)} == (
         GLOSSARY.keys() - {"tokens_per_s", *general} | {"eval_avg_at_4", "eval_pass_at_2", "eval_pass_at_4"}
     )
