@@ -187,7 +187,7 @@ def plan_json(plan: LaunchPlan) -> dict[str, Any]:
         "expected_usd_per_hour": plan.all_micro_usd_per_hour / MICRO_USD_PER_USD,
         "budget": {"max_usd": plan.max_usd, "max_usd_per_hour": plan.max_usd_per_hour},
         "fit": None if plan.fit is None else plan.fit.json(),
-        "forecast": None if plan.forecast is None else _forecast_json(plan.forecast),
+        "forecast": None if plan.forecast is None else _forecast_json(plan.forecast, plan),
         "problem": plan.problem,
     }
 
@@ -211,7 +211,7 @@ def _describe_projection(found: Projection, plan: LaunchPlan) -> list[str]:
     lines += _labelled("parts", _parts(found))
     if found.evaluations.times:
         lines += _labelled("evals", _evaluations(found.evaluations))
-    lines += _labelled("spot", _pays(found))
+    lines += _labelled("spot", _pays(found, plan))
     if found.options:
         rows = [(each.what + (" *" if each.is_job else ""), *_option_cells(each)) for each in found.options]
         headers = ("alternative", "time", "cost", "per million tokens")
@@ -261,8 +261,12 @@ def _evaluations(found: EvaluationShare) -> str:
     return f"{times} with {tokens}: {duration(3600 * found.hours)} and {usd(found.usd, 2)} of it"
 
 
-def _pays(found: Projection) -> str:
+def _pays(found: Projection, plan: LaunchPlan) -> str:
     """Return a clause about whether spot instances pay."""
+    if not plan.max_spot_machines:
+        return "none: the job is on demand only"
+    if not plan.is_all_priced:
+        return "whether it pays is not known: an offer has no price"
     saving, speedup = found.on_demand.saving_fraction, found.speedup
     if speedup is None:
         return f"whether it pays is {found.on_demand.basis}"
@@ -276,7 +280,9 @@ def _pays(found: Projection) -> str:
     return f"does not pay: {-saving:.0%} more than {alone}; {faster}"
 
 
-def _forecast_json(found: Projection) -> dict[str, Any]:
+def _forecast_json(found: Projection, plan: LaunchPlan) -> dict[str, Any]:
+    saving = found.on_demand.saving_fraction
+    is_known = saving is not None and plan.max_spot_machines > 0 and plan.is_all_priced
     return {
         "basis": basis_of(found),
         "hours": asdict(found.hours),
@@ -287,7 +293,7 @@ def _forecast_json(found: Projection) -> dict[str, Any]:
         "parts": to_builtins(found.parts),
         "on_demand": to_builtins(found.on_demand),
         "speedup": found.speedup,
-        "spot_pays": None if found.on_demand.saving_fraction is None else found.on_demand.saving_fraction > 0,
+        "spot_pays": saving > 0 if is_known and saving is not None else None,
         "simulated_steps": found.simulated_steps,
         "evaluations": asdict(found.evaluations),
         "alternatives": [asdict(option) for option in found.options],

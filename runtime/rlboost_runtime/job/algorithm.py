@@ -188,7 +188,8 @@ class Algorithm(Model):
     spot machines roll out the next steps while one is trained; a response is never cut for a new version, it
     finishes under the one that it began with."""
     seed: Seed = 0
-    """Seed of prompt order and sampling."""
+    """Seed of the order of prompts, of adapters and of torch. Responses differ from run to run nevertheless
+    (docs/comparing.md)."""
 
     @model_validator(mode="after")
     def _minibatches_divide(self) -> Self:

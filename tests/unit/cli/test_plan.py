@@ -538,6 +538,17 @@ def test_a_plan_counts_evaluations(home: Path) -> None:
     assert any("evaluation hub is not counted" in note for note in unknown.notes)
 
 
+def test_a_plan_judges_spot_only_where_there_is_some_and_its_price_is_known(home: Path) -> None:
+    plan = planned("demo", job(), home)
+    assert "pay" in " ".join(describe_plan(plan))
+    assert plan_json(plan)["forecast"]["spot_pays"] in (True, False)
+    alone = replace(plan, max_spot_machines=0)
+    assert "none: the job is on demand only" in " ".join(describe_plan(alone))
+    unpriced = replace(plan, lines=tuple(replace(line, price_micro_usd_per_hour=None) for line in plan.lines))
+    assert "whether it pays is not known: an offer has no price" in " ".join(describe_plan(unpriced))
+    assert [plan_json(each)["forecast"]["spot_pays"] for each in (alone, unpriced)] == [None, None]
+
+
 def test_a_budget_that_ends_the_run_early_is_told(home: Path) -> None:
     whole = planned("demo", job(), home)
     assert whole.forecast is not None
