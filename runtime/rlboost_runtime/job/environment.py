@@ -12,7 +12,7 @@ from rlboost_runtime.job.base import Model
 class Environment(Model):
     """How episodes are played."""
 
-    python: str | None = Field(default=None, pattern=r"^[^:]+\.py:[A-Za-z_][A-Za-z0-9_]*$")
+    python: str | None = None
     """`file.py:Class` or `file.py:function` relative to the job file (docs/agents.md)."""
     command: Annotated[list[str], Field(min_length=1)] | None = None
     """Instead of `python`: a program and its arguments, started once per episode in the folder of the job's

@@ -118,9 +118,7 @@ class Job(Model):
     """`file.py:function` relative to the job file, or built in: `reasoning_gym` uses the data sets' scorers,
     `math` compares with the row's `answer` as mathematics (math-verify), `exact` as text; or a list of
     several, each with a name and a weight."""
-    environment: Annotated[str, Field(pattern=r"^[^:]+\.py:[A-Za-z_][A-Za-z0-9_]*$")] | Environment | None = (
-        None
-    )
+    environment: str | Environment | None = None
     """Rollouts of several turns: `file.py:Class` or `file.py:function` relative to the job file, or more
     about them; null: each rollout is one response."""
     reward_timeout_s: float = Field(default=10.0, gt=0)
@@ -216,6 +214,12 @@ class Job(Model):
         if self.trainer.script is not None:
             raise ValueError(
                 "environment is for RLBoost's own trainer, but trainer.script is set; remove one"
+            )
+        reaches_the_model = self.reward_network or self.reward_sandbox == "off"
+        if isinstance(self.environment, Environment) and self.environment.command and not reaches_the_model:
+            raise ValueError(
+                "environment has a command, which reaches the model over the head's loopback, but the sandbox"
+                " has no network; write reward_network: true"
             )
         if self.endpoint is not None and not self.endpoint.trains:
             raise ValueError("environment is for training, but endpoint.trains is false; remove one of them")

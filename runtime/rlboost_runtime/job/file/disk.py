@@ -47,6 +47,7 @@ def check_disk(data: dict[str, Any], base: Path) -> list[Mistake]:
         *_check_prompts(data, base),
         *_check_gym(data),
         *_check_reward(data, base),
+        *_check_environment(data, base),
         *_check_script(data, base),
         *_check_files(data, base),
         *_check_traces(data, base),
@@ -307,18 +308,38 @@ def _reward_problem(reward: str, sources: list[Any], base: Path) -> str | None:
             if all(_first_lacks(base / file, *keys) for keys in ANSWERS):
                 return f"{reward} compares with the field answer, which {file} lacks; add it to every line"
         return None
-    file, colon, function = reward.rpartition(":")
-    if not colon and not reward.endswith(".py"):
+    if ":" not in reward and not reward.endswith(".py"):
         close = difflib.get_close_matches(reward, BUILT_IN_REWARDS, n=1)
         known = ", ".join(BUILT_IN_REWARDS)
         hint = f"did you mean {close[0]}?" if close else f"write FILE.py:FUNCTION or one of {known}"
         return f"found {shown(reward)}; {hint}"
+    return _python_problem(reward, base, "FUNCTION", ("rewards", "score"))
+
+
+def _check_environment(data: dict[str, Any], base: Path) -> Iterator[Mistake]:
+    environment = _at(data, "environment")
+    path: FieldPath = ("environment",)
+    if isinstance(environment, dict):
+        path, environment = (*path, "python"), environment.get("python")
+    if isinstance(environment, str) and (
+        problem := _python_problem(environment, base, "NAME", ("env", "Env"), with_classes=True)
+    ):
+        yield Mistake(path, problem)
+
+
+def _python_problem(
+    name: str, base: Path, kind: str, example: tuple[str, str], *, with_classes: bool = False
+) -> str | None:
+    """Return what is wrong with FILE.py:KIND; `example` stands in for a missing part."""
+    file, colon, function = name.rpartition(":")
     if not colon:
-        file, function = reward, ""
-    elif not file.endswith(".py"):
-        example = f"{file or 'rewards'}.py:{function or 'score'}"
-        return f"found {shown(reward)}; write FILE.py:FUNCTION, such as {example}"
-    return _file_problem(file, base, "a Python file") or _function_problem(base / file, file, function)
+        file, function = name, ""
+    if not file.endswith(".py"):
+        wanted = f"{file or example[0]}.py:{function or example[1]}"
+        return f"found {shown(name)}; write FILE.py:{kind}, such as {wanted}"
+    return _file_problem(file, base, "a Python file") or _function_problem(
+        base / file, file, function, with_classes=with_classes
+    )
 
 
 def _first_lacks(prompts: Path, *keys: str) -> bool:
@@ -331,7 +352,9 @@ def _first_lacks(prompts: Path, *keys: str) -> bool:
     return isinstance(first, dict) and _at(first, *keys) is None
 
 
-def _function_problem(path: Path, file: str, function: str) -> str | None:
+def _function_problem(path: Path, file: str, function: str, *, with_classes: bool) -> str | None:
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, *((ast.ClassDef,) if with_classes else ()))
+    what = "class or function" if with_classes else "function"
     try:
         module = ast.parse(path.read_bytes(), filename=file)
     except (SyntaxError, ValueError) as exc:
@@ -340,12 +363,10 @@ def _function_problem(path: Path, file: str, function: str) -> str | None:
     names = list(_defined(module.body))
     if function in names or "*" in names:
         return None
-    functions = [
-        node.name for node in module.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    ]
-    found = f"found {file}:{function}" if function else f"found {file} without a function"
+    functions = [node.name for node in module.body if isinstance(node, kinds)]
+    found = f"found {file}:{function}" if function else f"found {file} without a {what}"
     if function:
-        found += f", but {file} has no function {function}"
+        found += f", but {file} has no {what} {function}"
     hint = _hint(function, functions) if function else None
     if hint is None:
         each = " or ".join(f"{file}:{name}" for name in functions if not name.startswith("_"))

@@ -1,0 +1,65 @@
+"""What a job file says of its environment is checked before anything is rented."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlboost_runtime.job import Environment
+from rlboost_runtime.job.file.load import JobErrors, load_job
+
+JOB = """name: game
+model: {init: tiny}
+data: {reasoning_gym: [spell_backward]}
+"""
+
+
+def written(folder: Path, environment: str, rest: str = "") -> Path:
+    (folder / "env.py").write_text("class Game:\n    pass\n\nasync def play(client, row):\n    return 1\n")
+    path = folder / "job.yaml"
+    path.write_text(f"{JOB}environment: {environment}\n{rest}")
+    return path
+
+
+@pytest.mark.parametrize("environment", ["env.py:Game", "env.py:play", "{python: 'env.py:Game', tries: 1}"])
+def test_a_class_or_a_function_of_a_file_is_an_environment(tmp_path: Path, environment: str) -> None:
+    found = load_job(written(tmp_path, environment)).episodes
+    assert isinstance(found, Environment)
+    assert found.file == "env.py"
+
+
+@pytest.mark.parametrize(
+    ("environment", "problem"),
+    [
+        ("enw.py:Game", "environment: found 'enw.py', which does not exist; did you mean env.py?"),
+        ("env.py:Gam", "environment: found env.py:Gam, but env.py has no class or function Gam; "),
+        ("env.py", "environment: found env.py without a class or function; write env.py:Game or env.py:play"),
+        ("game", "environment: found 'game'; write FILE.py:NAME, such as game.py:Env"),
+        ("{python: 'env.py:G'}", "environment.python: found env.py:G, but "),
+        ("{pyton: 'env.py:Game'}", "environment.pyton: unknown field; did you mean python?"),
+        ("7", "environment: found 7 (a number); write FILE.py:NAME, {python: FILE.py:NAME} or {command: "),
+        ("[a]", "environment: found a list; write FILE.py:NAME, "),
+        ("{tries: 2}", "environment has neither python nor command; write one of them"),
+        ("{command: [a], python: 'env.py:Game'}", "environment has both python and command"),
+        ("{command: [python, a.py]}", "the sandbox has no network; write reward_network: true"),
+    ],
+)
+def test_a_mistake_is_told_with_its_line_and_what_to_do(
+    tmp_path: Path, environment: str, problem: str
+) -> None:
+    with pytest.raises(JobErrors) as refusal:
+        load_job(written(tmp_path, environment))
+    assert problem in str(refusal.value)
+    assert "job.yaml:4: " in str(refusal.value)
+
+
+@pytest.mark.parametrize("rest", ["reward_network: true", "reward_sandbox: off"])
+def test_a_program_needs_a_way_to_the_model(tmp_path: Path, rest: str) -> None:
+    assert load_job(written(tmp_path, "{command: [python, a.py]}", rest)).episodes is not None
+
+
+@pytest.mark.parametrize("rest", ["algorithm: {loss: dpo}", "endpoint: {trains: false}"])
+def test_some_jobs_have_no_use_for_one(tmp_path: Path, rest: str) -> None:
+    with pytest.raises(JobErrors, match="job.yaml:4: environment: is for "):
+        load_job(written(tmp_path, "env.py:Game", rest))
