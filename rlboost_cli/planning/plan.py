@@ -281,8 +281,8 @@ def _pays(found: Projection, plan: LaunchPlan) -> str:
 
 
 def _forecast_json(found: Projection, plan: LaunchPlan) -> dict[str, Any]:
-    saving = found.on_demand.saving_fraction
-    is_known = saving is not None and plan.max_spot_machines > 0 and plan.is_all_priced
+    is_judged = plan.max_spot_machines > 0 and plan.is_all_priced
+    saving = found.on_demand.saving_fraction if is_judged else None
     return {
         "basis": basis_of(found),
         "hours": asdict(found.hours),
@@ -293,7 +293,7 @@ def _forecast_json(found: Projection, plan: LaunchPlan) -> dict[str, Any]:
         "parts": to_builtins(found.parts),
         "on_demand": to_builtins(found.on_demand),
         "speedup": found.speedup,
-        "spot_pays": saving > 0 if is_known and saving is not None else None,
+        "spot_pays": None if saving is None else saving > 0,
         "simulated_steps": found.simulated_steps,
         "evaluations": asdict(found.evaluations),
         "alternatives": [asdict(option) for option in found.options],

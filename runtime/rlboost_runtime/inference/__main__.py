@@ -60,19 +60,32 @@ class _Server(uvicorn.Server):
 
 def bind(run: RunFolder, port: int) -> socket.socket:
     """Return a listening socket: on `port`; if that is 0, on that of the last start. Raises `PortTaken`."""
-    known, address = read_json(run.api_endpoint), read_address(run)
-    wanted = port if known is None or port else int(str(known["url"]).rsplit(":", 1)[1])
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    address, wanted = read_address(run), port or _former_port(run.api_endpoint)
     try:
-        listener.bind((listen_host(address), wanted))
+        listener = _listener(listen_host(address), wanted)
     except OSError as problem:
-        listener.close()
         if problem.errno != errno.EADDRINUSE:
             raise
         raise port_taken(wanted, "endpoint", run.name) from problem
-    listener.listen(1024)
     write_json(run.api_endpoint, endpoint(listener.getsockname()[1], address))
+    return listener
+
+
+def _former_port(endpoint_file: Path) -> int:
+    """Return the port of the last start; 0: there was none."""
+    known = read_json(endpoint_file)
+    return 0 if known is None else int(str(known["url"]).rsplit(":", 1)[1])
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError:
+        listener.close()
+        raise
+    listener.listen(1024)
     return listener
 
 
@@ -94,15 +107,10 @@ def bind_unix(run: RunFolder) -> socket.socket:
 
 def bind_loopback(run: RunFolder) -> socket.socket:
     """Return a listening socket for programs on the head: on the port of the last start, if that is free."""
-    known = read_json(run.episodes_endpoint)
-    wanted = 0 if known is None else int(str(known["url"]).rsplit(":", 1)[1])
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((LOOPBACK, wanted))
+        listener = _listener(LOOPBACK, _former_port(run.episodes_endpoint))
     except OSError:
-        listener.bind((LOOPBACK, 0))
-    listener.listen(1024)
+        listener = _listener(LOOPBACK, 0)
     write_json(run.episodes_endpoint, {"url": f"http://{LOOPBACK}:{listener.getsockname()[1]}"})
     return listener
 

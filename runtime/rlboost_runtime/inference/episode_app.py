@@ -7,8 +7,8 @@ each episode has a key of its own, which opens nothing else.
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from functools import partial
 from typing import Any
 
@@ -45,6 +45,7 @@ from rlboost_runtime.inference.model import EndpointModel
 from rlboost_runtime.inference.replies import ChoicePiece
 from rlboost_runtime.inference.service import Service
 from rlboost_runtime.protocol.messages import GenerateMessage
+from rlboost_runtime.run.security import authorised
 
 MSGPACK = "application/msgpack"
 
@@ -87,17 +88,19 @@ class RecordingService:
     async def pieces(
         self, requests: Sequence[GenerateMessage], body: SamplingBody, *, may_return: bool
     ) -> AsyncGenerator[ChoicePiece | None, None]:
-        """Yield what `Service.pieces` yields."""
+        """Yield what `Service.pieces` yields. A client that has left does not return: that would be another
+        turn."""
         choices = [ChoicePiece(index) for index in range(len(requests))]
         self._episode.wait()
         try:
-            async for piece in self._service.pieces(requests, body, may_return=False):
-                if piece is not None:
-                    choice = choices[piece.index]
-                    choice.add(piece)
-                    if piece.finish_reason is not None:
-                        self._record(choice, body)
-                yield piece
+            async with aclosing(self._service.pieces(requests, body, may_return=False)) as pieces:
+                async for piece in pieces:
+                    if piece is not None:
+                        choice = choices[piece.index]
+                        choice.add(piece)
+                        if piece.finish_reason is not None:
+                            self._record(choice, body)
+                    yield piece
         except RequestLost as problem:
             self._episode.lose(str(problem))
             raise
@@ -120,12 +123,13 @@ def make_episode_app(service: Service, episodes: Episodes, token: str, max_respo
     answer_errors(app, lambda request: False)
 
     def demand_trainer(request: Request) -> None:
-        if not _carries(request, token):
+        if not authorised(request.headers.get("authorization"), token):
             raise Unauthorised
 
     def episode_of(request: Request, name: str) -> Episode:
         episode = episodes.get(name)
-        if episode is None or not _carries(request, episode.opening.key):
+        header = request.headers.get("authorization")
+        if episode is None or not authorised(header, episode.opening.key):
             raise Unauthorised
         return episode
 
@@ -213,8 +217,3 @@ def make_episode_app(service: Service, episodes: Episodes, token: str, max_respo
         )
 
     return app
-
-
-def _carries(request: Request, key: str) -> bool:
-    given = request.headers.get("authorization", "").removeprefix("Bearer ")
-    return hmac.compare_digest(given.encode(), key.encode())

@@ -124,8 +124,9 @@ class TrainerLoop:
         self._residency = Residency(policy, self._learner.optimizer, ranks)
         self._episodes = None if episodes is None else StepEpisodes(episodes, client.stream, algorithm)
         self._scorer = GroupScorer(
-            policy.decode, scorer, algorithm, None if episodes is None else episodes.results,
-            "" if episodes is None else episodes.name,
+            policy.decode, scorer, algorithm,
+            None if self._episodes is None else self._episodes.of_group,
+            "" if self._episodes is None else self._episodes.name,
         )  # fmt: skip
         client.stream.on_recall(self._residency.free)
         self._stream = client.stream.on_group(self._scorer.start)

@@ -61,5 +61,5 @@ def test_a_program_needs_a_way_to_the_model(tmp_path: Path, rest: str) -> None:
 
 @pytest.mark.parametrize("rest", ["algorithm: {loss: dpo}", "endpoint: {trains: false}"])
 def test_some_jobs_have_no_use_for_one(tmp_path: Path, rest: str) -> None:
-    with pytest.raises(JobErrors, match="job.yaml:4: environment: is for "):
+    with pytest.raises(JobErrors, match=r"job\.yaml:4: environment: is for "):
         load_job(written(tmp_path, "env.py:Game", rest))

@@ -82,9 +82,7 @@ def scored(results: list[EpisodeResult], folder: Path, algorithm: Algorithm):
     (folder / "r.py").write_text("def length(response):\n    return len(response) / 10\n")
     log = folder / "log"
     with RewardScorer("r.py:length", folder, timeout_s=20, log_file=log) as scorer:
-        groups = GroupScorer(
-            str, scorer, algorithm, lambda step, numbers: [results[i] for i in numbers], "env.py:Env"
-        )
+        groups = GroupScorer(str, scorer, algorithm, lambda group: results, "env.py:Env")
         groups.expect(0, 0, [Prompt(0, "p", tuple(PROMPT), {})])
         return groups.finish(groups.start(DeliverGroupMessage(0, 0, ())), lambda: None)
 
@@ -96,11 +94,11 @@ def test_samples_of_an_episode_share_its_advantage_and_one_without_reward_is_sco
     rewards = [response.reward.value for response in group.responses]
     assert rewards == pytest.approx([1.0, 0.0, 1.0]), "the job's reward has scored the last response"
     first, second, third = group.responses
-    assert [sample.advantage for sample in second.samples] == [second.sample.advantage] * 2
-    assert second.sample.advantage < 0 < first.sample.advantage
+    assert [sample.advantage for sample in second.samples] == [second.samples[0].advantage] * 2
+    assert second.samples[0].advantage < 0 < first.samples[0].advantage
     assert [response.num_tokens for response in group.responses] == [5, 5, 5]
     assert [response.finish_reason for response in group.responses] == ["stop", "stop", "length"]
-    assert third.sample.sampled is not None
+    assert third.samples[0].sampled is not None
     found = group_metrics([group])
     assert (found["turns_mean"], found["samples_per_episode"]) == (4 / 3, 4 / 3)
     assert (found["environment_tokens_mean"], found["episodes_limited_share"]) == (2.0, 1 / 3)
@@ -117,7 +115,7 @@ def test_an_episode_that_was_left_out_is_no_reward_of_0(tmp_path: Path) -> None:
     )  # fmt: skip
     assert group.responses[1].samples == ()
     kept = [group.responses[0], group.responses[2]]
-    assert [r.sample.advantage for r in kept] == [r.sample.advantage for r in alone.responses]
+    assert [r.samples[0].advantage for r in kept] == [r.samples[0].advantage for r in alone.responses]
     found = group_metrics([group])
     assert found["reward_mean"] == pytest.approx(0.6)
     assert (found["episodes_left_out_timeout"], found["episodes_tried_again"]) == (1, 2)

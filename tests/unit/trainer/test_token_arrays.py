@@ -70,7 +70,7 @@ def peak_bytes(work: Callable[[], object]) -> int:
 
 
 def samples() -> list[Sample]:
-    return [response.sample for response in scored(delivered()).responses]
+    return [response.samples[0] for response in scored(delivered()).responses]
 
 
 def test_samples_are_views_of_the_bytes_that_arrived():
@@ -78,7 +78,7 @@ def test_samples_are_views_of_the_bytes_that_arrived():
     scored(group)  # imports and caches
     assert peak_bytes(lambda: scored(group)) < ARRAY_BYTES / 8
     for response, given in zip(scored(group).responses, group.responses, strict=True):
-        sample = response.sample
+        sample = response.samples[0]
         assert (sample.prompt_ids.dtype, sample.token_ids.dtype) == (np.int32, np.int32)
         assert sample.logprobs.dtype == np.float32
         assert (sample.token_ids.tobytes(), sample.logprobs.tobytes()) == (given.token_ids, given.logprobs)

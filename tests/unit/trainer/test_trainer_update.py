@@ -204,8 +204,8 @@ def test_a_group_becomes_samples_with_the_overlong_term_in_the_advantage_only():
     assert [r.reward.value for r in group.responses] == [2, 8, 3]  # as scored; shaped: 2, 8 - 1, 3
     shaped = np.array([2.0, 7.0, 3.0])
     expected = (shaped - shaped.mean()) / (shaped.std(ddof=1) + 1e-6)
-    assert [r.sample.advantage for r in group.responses] == pytest.approx(expected.tolist(), rel=1e-5)
-    assert group.responses[0].sample.prompt_ids.tolist() == [1, 2]
+    assert [r.samples[0].advantage for r in group.responses] == pytest.approx(expected.tolist(), rel=1e-5)
+    assert group.responses[0].samples[0].prompt_ids.tolist() == [1, 2]
     metrics = group_metrics([group])
     assert metrics["reward_mean"] == pytest.approx(13 / 3)
     assert metrics["truncated_share"] == pytest.approx(1 / 3)
@@ -217,8 +217,8 @@ def test_quarantined_and_broken_responses_are_masked_out():
     broken = response("ab", logprobs=[-1.0, float("nan")])
     responses = (response("a"), response("abcd"), response("abcdef", "quarantined"), broken)
     group = scored(subject, DeliverGroupMessage(3, 1, responses))
-    assert [r.sample.usable for r in group.responses] == [True, True, False, False]
-    advantages = [r.sample.advantage for r in group.responses]
+    assert [r.samples[0].usable for r in group.responses] == [True, True, False, False]
+    advantages = [r.samples[0].advantage for r in group.responses]
     assert advantages[0] == pytest.approx(-advantages[1])
     assert advantages[2:] == [0, 0]
     metrics = group_metrics([group])
@@ -236,7 +236,7 @@ def test_failed_rewards_count_as_zero_and_equal_rewards_teach_nothing():
 def test_zero_variance_is_judged_before_the_penalty_for_length():
     group = scored(scorer(), DeliverGroupMessage(3, 0, (response("!x"), response("!abcdefg", "length"))))
     assert group.zero_variance
-    assert group.responses[1].sample.advantage < 0 < group.responses[0].sample.advantage
+    assert group.responses[1].samples[0].advantage < 0 < group.responses[0].samples[0].advantage
 
 
 def test_kl_in_the_reward_is_subtracted_before_the_advantages():
@@ -249,7 +249,7 @@ def test_kl_in_the_reward_is_subtracted_before_the_advantages():
     group = score_group(pending.with_reference(samples), algorithm)
     shaped = np.array([2 - 0.5 * (1 + 0.5), 3 - 0.5 * 3])  # log pi - log pi_ref, summed over tokens
     expected = (shaped - shaped.mean()) / (shaped.std(ddof=1) + 1e-6)
-    assert [r.sample.advantage for r in group.responses] == pytest.approx(expected.tolist(), rel=1e-5)
+    assert [r.samples[0].advantage for r in group.responses] == pytest.approx(expected.tolist(), rel=1e-5)
     assert [r.reward.value for r in group.responses] == [2, 3]
 
 

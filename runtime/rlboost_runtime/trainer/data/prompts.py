@@ -15,8 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from rlboost_runtime.errors import ConfigError
-from rlboost_runtime.job import Evaluation, RewardSetting
+from rlboost_runtime.job import Algorithm, Evaluation, RewardSetting
 from rlboost_runtime.logs import event
+from rlboost_runtime.protocol.messages import Sampling
 from rlboost_runtime.trainer.data.reading import Chat, ChatFormat, Example, Row
 
 log = logging.getLogger(__name__)
@@ -49,6 +50,14 @@ class Prompt:
     messages: Chat | None = None
     """What episodes begin with; None: with the text."""
     chat: ChatFormat = field(default_factory=ChatFormat)
+
+    def sampling(self, algorithm: Algorithm) -> Sampling:
+        """Return how its responses are sampled."""
+        asked = self.evaluation
+        if asked is None:
+            return Sampling(algorithm.temperature, algorithm.top_p)
+        temperature = algorithm.temperature if asked.temperature is None else asked.temperature
+        return Sampling(temperature, asked.top_p or algorithm.top_p)
 
     def num_responses(self, group_size: int) -> int:
         """Return how many responses it gets where those that are trained on get `group_size`."""

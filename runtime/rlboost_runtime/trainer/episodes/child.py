@@ -4,7 +4,7 @@ SOCKET is the number of an open socket to the trainer, FOLDER that of the open f
 socket lies. It plays many episodes at a time, in one event loop, and may be killed at any moment. What it
 prints belongs to the user's code.
 
-Protocol, length-prefixed (u32, little-endian): the trainer sends one pickled `EpisodeSetup`, then pickled
+Protocol (`framing`): the trainer sends one pickled `EpisodeSetup`, then pickled
 `EpisodeCall`s, or the number of an episode that is to end; the child answers with msgpack `Played`s. Nothing
 from the child is ever unpickled.
 """
@@ -17,7 +17,6 @@ import inspect
 import pickle
 import resource
 import socket
-import struct
 import sys
 import traceback
 from pathlib import Path
@@ -27,6 +26,7 @@ import msgspec
 
 from rlboost_runtime.inference.episodes import SOCKET_NAME
 from rlboost_runtime.protocol.episode_failures import EpisodeFailure
+from rlboost_runtime.trainer.episodes.framing import framed, read
 from rlboost_runtime.trainer.episodes.outcome import (
     LOADED,
     EpisodeCall,
@@ -46,7 +46,6 @@ from rlboost_runtime.trainer.rewards.child import import_callable, judge
 from rlboost_runtime.trainer.rewards.outcome import explain_exception
 
 NUM_THREADS = 256
-HEADER = struct.Struct("<I")
 
 
 def load(setup: EpisodeSetup, threads: Threads) -> Play:
@@ -100,7 +99,7 @@ class Player:
         except (TimeoutError, asyncio.CancelledError) as error:
             if own_time.is_over or isinstance(error, asyncio.CancelledError):
                 text = f"not over within environment.timeout_s {self._setup.timeout_s:g}"
-                stuck = self._threads.num_running > 0
+                stuck = self._threads.are_busy
                 return Played(call.number, None, EpisodeFailure.TIMEOUT, text, stuck)
             return self._raised(call, error, folder)
         except BaseException as error:  # noqa: BLE001 - the edge of the process: also SystemExit of the user's code
@@ -119,14 +118,7 @@ class Player:
 
 def write(writer: asyncio.StreamWriter, played: Played) -> None:
     """Send an answer."""
-    data = msgspec.msgpack.encode(played)
-    writer.write(HEADER.pack(len(data)) + data)
-
-
-async def read(reader: asyncio.StreamReader) -> bytes:
-    """Return the next message. Raises `IncompleteReadError` once the other side is gone."""
-    (length,) = HEADER.unpack(await reader.readexactly(HEADER.size))
-    return await reader.readexactly(length)
+    writer.write(framed(msgspec.msgpack.encode(played)))
 
 
 async def serve(connection: socket.socket, folder: int) -> None:

@@ -16,7 +16,7 @@ import msgspec
 
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.protocol.episode_failures import EpisodeFailure
-from rlboost_runtime.trainer.episodes.child import HEADER, read
+from rlboost_runtime.trainer.episodes.framing import framed, read
 from rlboost_runtime.trainer.episodes.outcome import (
     LOADED,
     EpisodeCall,
@@ -67,10 +67,7 @@ class EpisodeProcess:
         folder = os.open(self._sockets, os.O_PATH | os.O_DIRECTORY)
         command = [sys.executable, "-P", "-m", "rlboost_runtime.trainer.episodes.child"]
         command += [str(theirs.fileno()), str(folder)]
-        environment = child_environment()
-        if self._sandbox.mode != "off":
-            command = self._sandbox.wrapped(command, Path(self._setup.folder))
-            environment = self._sandbox.environment(environment)
+        command, environment = self._sandbox.around(command, Path(self._setup.folder), child_environment())
         try:
             self._process = await asyncio.create_subprocess_exec(
                 *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
@@ -153,7 +150,7 @@ class EpisodeProcess:
         data = pickle.dumps(what)
         if self._writer.is_closing():
             raise ConnectionResetError("its connection is closed")
-        self._writer.write(HEADER.pack(len(data)) + data)
+        self._writer.write(framed(data))
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         try:

@@ -136,19 +136,26 @@ class Threads:
 
     def __init__(self, num: int) -> None:
         self._pool = ThreadPoolExecutor(num, thread_name_prefix="environment")
-        self.num_running = 0
+        self._running: set[object] = set()
+
+    @property
+    def are_busy(self) -> bool:
+        """True while an environment runs in any of them."""
+        return bool(self._running)
 
     async def run(self, function: Callable[..., object], *arguments: object, **named: object) -> Any:
         """Return what `function` returns. Cancelled, it leaves the thread running."""
 
-        def counted() -> object:
+        mark = object()
+
+        def marked() -> object:
             try:
                 return function(*arguments, **named)
             finally:
-                self.num_running -= 1
+                self._running.discard(mark)
 
-        self.num_running += 1
-        return await asyncio.get_running_loop().run_in_executor(self._pool, counted)
+        self._running.add(mark)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, marked)
 
 
 def play_class(kind: type, max_turns: int, threads: Threads) -> Play:

@@ -47,8 +47,8 @@ from rlboost_runtime.trainer.episodes.outcome import (
     Played,
 )
 from rlboost_runtime.trainer.episodes.results import EpisodeFiles, StepKey
-from rlboost_runtime.trainer.rewards.sandbox import OFF, Sandbox
-from rlboost_runtime.trainer.rewards.scorer import default_memory
+from rlboost_runtime.trainer.rewards.sandbox import Sandbox
+from rlboost_runtime.trainer.rewards.scorer import default_processes, memory_limit
 
 log = logging.getLogger(__name__)
 
@@ -89,13 +89,13 @@ class StepOfEpisodes:
 
 def setup_of(job: Job, files: Path) -> EpisodeSetup:
     """Return how a job's episodes are played; its files lie in `files`."""
-    settings, memory = job.episodes, job.reward_memory_mib
+    settings = job.episodes
     assert settings is not None
     return EpisodeSetup(
         folder=str(files.absolute()), python=settings.python,
         command=None if settings.command is None else tuple(settings.command),
         max_turns=settings.max_turns, timeout_s=settings.timeout_s,
-        memory_bytes=default_memory() if memory is None else memory << 20,
+        memory_bytes=memory_limit(job.reward_memory_mib),
     )  # fmt: skip
 
 
@@ -103,11 +103,9 @@ def try_to_load(job: Job, files: Path, scratch: Path) -> None:
     """Load a job's environment in a process as a run does, and end that. Raises `ConfigError`."""
 
     async def load() -> None:
-        sandbox = Sandbox.of(job)
-        process = EpisodeProcess(
-            setup_of(job, files), scratch / "sockets", scratch / "environment.log",
-            OFF if sandbox.problem() else sandbox,
-        )  # fmt: skip
+        sandbox = Sandbox.of(job).or_off(lambda problem: None)
+        log_file = scratch / "environment.log"
+        process = EpisodeProcess(setup_of(job, files), scratch / "sockets", log_file, sandbox)
         await process.start()
         await process.kill()
 
@@ -130,7 +128,7 @@ class EpisodeRunner:
         self._on_end: Ended = lambda step, number, num_tokens: None
         self._on_problem: Callable[[BaseException], None] = lambda problem: None
         self._files = EpisodeFiles(run.episodes)
-        self._num_processes = settings.processes or max(1, min(8, (os.cpu_count() or 1) // 4))
+        self._num_processes = settings.processes or default_processes()
         self._results: dict[int, dict[int, EpisodeResult]] = {}
         self._playing: StepOfEpisodes | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -191,11 +189,9 @@ class EpisodeRunner:
 
     async def _serve(self) -> None:
         self._loop, self._leave = asyncio.get_running_loop(), asyncio.Event()
-        sandbox = Sandbox.of(self._job)
-        if problem := sandbox.problem():
-            event(log, "environment.no_sandbox", level=logging.WARNING, problem=problem)
-            sandbox = OFF
-        self._sandbox = sandbox
+        self._sandbox = Sandbox.of(self._job).or_off(
+            lambda problem: event(log, "environment.no_sandbox", level=logging.WARNING, problem=problem)
+        )
         self._slots = asyncio.Semaphore(self._settings.concurrency)
         self._suspects = asyncio.Semaphore(SUSPECTS)
         self._starting = asyncio.Lock()
@@ -227,11 +223,9 @@ class EpisodeRunner:
     # --- a step --------------------------------------------------------------------------------------------
 
     def _begin(self, step: StepOfEpisodes) -> None:
-        if self._playing is not None and self._playing.step == step.step:
-            same = self._playing.key() == step.key()
-            if same:
-                self._tell_again(step)
-                return
+        if self._playing is not None and self._playing.key() == step.key():
+            self._tell_again(step)
+            return
         for task in self._tasks:
             task.cancel()
         self._playing = step
@@ -305,16 +299,11 @@ class EpisodeRunner:
     async def _attempt(
         self, step: StepOfEpisodes, number: int, prompt: Prompt, *, alone: bool
     ) -> tuple[Played, EpisodeRecord | None]:
-        algorithm, evaluation = self._job.algorithm, prompt.evaluation
-        temperature, top_p = algorithm.temperature, algorithm.top_p
-        if evaluation is not None and evaluation.temperature is not None:
-            temperature = evaluation.temperature
-        if evaluation is not None and evaluation.top_p is not None:
-            top_p = evaluation.top_p
+        sampling = prompt.sampling(self._job.algorithm)
         name, key = f"{step.step}-{number}-{secrets.token_hex(6)}", secrets.token_urlsafe(24)
         opening = EpisodeOpening(
-            name, self._owner, key, step.first_response + number, self._settings.max_turns, temperature,
-            top_p, prompt.chat.template, dict(prompt.chat.args),
+            name, self._owner, key, step.first_response + number, self._settings.max_turns,
+            sampling.temperature, sampling.top_p, prompt.chat.template, dict(prompt.chat.args),
         )  # fmt: skip
         await self._open(opening)
         process = await (self._new_process() if alone else self._process())
@@ -373,15 +362,17 @@ class EpisodeRunner:
 
     async def _close(self, name: str) -> EpisodeRecord | None:
         """Return what was recorded of an episode; None: it is lost."""
-        try:
-            found = await self._endpoint.delete(f"/episodes/{name}")
-        except httpx2.TransportError:
-            return None
-        return _decode_record(found.content) if found.is_success else None
+        found = await self._asked("DELETE", f"/episodes/{name}")
+        return None if found is None else _decode_record(found)
 
     async def _clock(self, name: str) -> EpisodeClock | None:
+        found = await self._asked("GET", f"/episodes/{name}/clock")
+        return None if found is None else _decode_clock(found)
+
+    async def _asked(self, method: str, path: str) -> bytes | None:
+        """Return the answer of the endpoint; None where it cannot be reached or knows nothing of that."""
         try:
-            found = await self._endpoint.get(f"/episodes/{name}/clock")
+            found = await self._endpoint.request(method, path)
         except httpx2.TransportError:
             return None
-        return _decode_clock(found.content) if found.is_success else None
+        return found.content if found.is_success else None

@@ -61,9 +61,11 @@ class RewardPool:
         sandbox: Sandbox = OFF,
     ) -> None:
         """Raises `ConfigError` if the function cannot be loaded, or the sandbox is required and missing."""
-        if problem := sandbox.problem():
-            event(log, "reward.no_sandbox", level=logging.WARNING, reward=name, problem=problem)
-            sandbox = OFF
+        sandbox = sandbox.or_off(
+            lambda problem: event(
+                log, "reward.no_sandbox", level=logging.WARNING, reward=name, problem=problem
+            )
+        )
         self._children = [_Child(setup, name, timeout_s, log_file, sandbox) for _ in range(num_children)]
         self._children[0].start()  # here, so that a function that cannot be loaded is said at once
         self._takes_groups = self._children[0].takes_groups
@@ -157,10 +159,9 @@ class _Child:
         with theirs:
             module = "rlboost_runtime.trainer.rewards.child"
             command = [sys.executable, "-P", "-m", module, str(theirs.fileno())]
-            environment = child_environment()
-            if self._sandbox.mode != "off":
-                command = self._sandbox.wrapped(command, Path(self._setup.folder))
-                environment = self._sandbox.environment(environment)
+            command, environment = self._sandbox.around(
+                command, Path(self._setup.folder), child_environment()
+            )
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                 pass_fds=[theirs.fileno()], start_new_session=True, env=environment,

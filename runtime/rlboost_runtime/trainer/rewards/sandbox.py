@@ -16,7 +16,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -63,6 +63,22 @@ class Sandbox:
         if found and self.mode == "required":
             raise ConfigError(f"reward_sandbox: required, but {found}", INSTALL)
         return found
+
+    def or_off(self, say: Callable[[str], None]) -> Sandbox:
+        """Return it, or `OFF` where this machine has no such sandbox; `say` is then told why. Raises as
+        `problem` does."""
+        problem = self.problem()
+        if problem:
+            say(problem)
+        return OFF if problem else self
+
+    def around(
+        self, command: list[str], files: Path, environment: dict[str, str]
+    ) -> tuple[list[str], dict[str, str]]:
+        """Return command and environment of a process in the folder `files`, inside if it is on."""
+        if self.mode == "off":
+            return command, environment
+        return self.wrapped(command, files), self.environment(environment)
 
     def wrapped(self, command: list[str], files: Path) -> list[str]:
         """Return the command that runs `command` inside, in the folder `files`."""

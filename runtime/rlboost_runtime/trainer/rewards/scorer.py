@@ -78,11 +78,10 @@ class RewardScorer:
     @classmethod
     def for_job(cls, job: Job, files: Path, log_file: Path) -> RewardScorer:
         """Return what the job asks for."""
-        memory = job.reward_memory_mib
         return cls(
             job.reward, files, timeout_s=job.reward_timeout_s, log_file=log_file,
-            num_children=job.reward_processes or max(1, min(8, (os.cpu_count() or 1) // 4)),
-            memory_bytes=None if memory is None else memory << 20,
+            num_children=job.reward_processes or default_processes(),
+            memory_bytes=memory_limit(job.reward_memory_mib),
             others=job.rewards[1:], is_used=job.is_scored, sandbox=Sandbox.of(job),
         )  # fmt: skip
 
@@ -149,15 +148,20 @@ def name_of(reward: RewardSource) -> str:
     return reward.http if isinstance(reward, HttpReward) else reward
 
 
-def default_memory() -> int:
-    """Return the address space of one process of a user's code where the job sets no limit."""
-    return max(MIN_MEMORY_BYTES, psutil.virtual_memory().total // 2)
+def default_processes() -> int:
+    """Return how many processes run a user's code where the job does not say."""
+    return max(1, min(8, (os.cpu_count() or 1) // 4))
+
+
+def memory_limit(mib: int | None) -> int:
+    """Return the bytes of address space of one such process; None: the job sets no limit."""
+    return max(MIN_MEMORY_BYTES, psutil.virtual_memory().total // 2) if mib is None else mib << 20
 
 
 def _setup(reward: str, files: Path, memory_bytes: int | None, timeout_s: float) -> Setup:
     folder = str(files.absolute())
     if memory_bytes is None:
-        memory_bytes = default_memory()
+        memory_bytes = memory_limit(None)
     if reward in BUILT_IN_REWARDS:
         return Setup(folder, reward, memory_bytes, timeout_s)
     file, _, function = reward.rpartition(":")

@@ -64,10 +64,7 @@ def prompt_spec(group: int, prompt: Prompt, algorithm: Algorithm) -> PromptSpec:
     token_ids, asked = np.asarray(prompt.token_ids, "<i4").tobytes(), prompt.evaluation
     if asked is None:
         return PromptSpec(group, token_ids)
-    sampling = Sampling(
-        algorithm.temperature if asked.temperature is None else asked.temperature,
-        asked.top_p or algorithm.top_p,
-    )
+    sampling = prompt.sampling(algorithm)
     is_other = sampling != Sampling(algorithm.temperature, algorithm.top_p)
     return PromptSpec(
         group, token_ids, asked.samples or 0, asked.max_tokens or 0, sampling if is_other else None

@@ -31,7 +31,7 @@ from rlboost_runtime.protocol.messages import DeliverGroupMessage, FinishedRespo
 from rlboost_runtime.trainer.data.prompts import Prompt
 from rlboost_runtime.trainer.episodes.outcome import EpisodeResult, EpisodeWatch
 from rlboost_runtime.trainer.learn.losses import KlEstimator, group_advantages, kl_terms, overlong_penalty
-from rlboost_runtime.trainer.learn.sample import Logprobs, Sample, TokenIds, chosen_responses
+from rlboost_runtime.trainer.learn.sample import Sample, TokenIds, chosen_responses
 from rlboost_runtime.trainer.rewards.outcome import Reward, RewardWatch
 from rlboost_runtime.trainer.rewards.scorer import RewardCall, RewardScorer
 
@@ -51,11 +51,6 @@ class ScoredResponse:
     num_segments: int
     finite: bool
     """False where an engine's logprob is no number; the response is then masked out."""
-
-    @property
-    def sample(self) -> Sample:
-        """The only sample, or the last."""
-        return self.samples[-1]
 
     @property
     def num_tokens(self) -> int:
@@ -124,7 +119,9 @@ class PendingGroup:
 
     def samples(self) -> list[Sample]:
         """Return the samples of all responses, without their advantages."""
-        return [sample for entry in self.responses for sample in entry.samples]
+        return [
+            replace(sample, usable=entry.is_usable) for entry in self.responses for sample in entry.samples
+        ]
 
     def with_reference(self, samples: Iterator[Sample]) -> PendingGroup:
         """Return it with the reference's logprobs of the next of `samples`."""
@@ -212,11 +209,11 @@ class GroupScorer:
         decode: Callable[[TokenIds], str],
         scorer: RewardScorer,
         algorithm: Algorithm,
-        episodes: Callable[[int, range], list[EpisodeResult]] | None = None,
+        episodes: Callable[[int], list[EpisodeResult]] | None = None,
         environment: str = "",
     ) -> None:
-        """`episodes` returns those of a step that are over, by their numbers, played by `environment`; None:
-        there are none."""
+        """`episodes` returns those of a group of the step that was requested last, which are over, played by
+        `environment`; None: there are none."""
         self._decode = decode
         self._episodes = episodes
         self._scorer = scorer
@@ -240,7 +237,9 @@ class GroupScorer:
         prompt = prompts[group.group]
         wanted = prompt.num_responses(self._algorithm.group_size)
         if self._episodes is not None:
-            return self._start_episodes(step, group.group)
+            results = self._episodes(group.group)
+            played = [self._start_episode(prompt, result) for result in results]
+            return PendingGroup(group.group, prompt, played, results)
         if len(group.responses) != wanted:
             raise ProtocolError(
                 f"{where} has {len(group.responses)} responses, not {wanted}", "see the coordinator's log"
@@ -257,22 +256,12 @@ class GroupScorer:
         prompt_ids = np.array(prompt.token_ids, np.int32)
         responses = [
             _PendingResponse(
-                (Sample(prompt_ids, token_ids, logprobs, 0.0, _is_whole(response.finish_reason, logprobs)),),
+                (Sample(prompt_ids, token_ids, logprobs, 0.0),),
                 response.finish_reason, len(response.segments), reward,
             )
             for response, (token_ids, logprobs), reward in zip(group.responses, tokens, rewards, strict=True)
         ]  # fmt: skip
         return PendingGroup(group.group, prompt, responses)
-
-    def _start_episodes(self, step: int, group: int) -> PendingGroup:
-        assert self._episodes is not None
-        assert self._expected is not None
-        prompts = self._expected[2]
-        counts = [prompt.num_responses(self._algorithm.group_size) for prompt in prompts]
-        first = sum(counts[:group])
-        results = self._episodes(step, range(first, first + counts[group]))
-        responses = [self._start_episode(prompts[group], result) for result in results]
-        return PendingGroup(group, prompts[group], responses, results)
 
     def _start_episode(self, prompt: Prompt, result: EpisodeResult) -> _PendingResponse:
         record = result.record
@@ -306,16 +295,12 @@ class GroupScorer:
         return score_group(pending, self._algorithm)
 
 
-def _is_whole(finish_reason: str, logprobs: Logprobs) -> bool:
-    return finish_reason != FinishReason.QUARANTINED and bool(np.isfinite(logprobs).all())
-
-
 def _sample(recorded: RecordedSample) -> Sample:
     """Return a sample of an episode without its advantage."""
     logprobs = np.frombuffer(recorded.logprobs, "<f4")
     sampled = np.frombuffer(recorded.sampled, np.uint8).astype(bool)
     prompt_ids, token_ids = (np.frombuffer(each, "<i4") for each in (recorded.prompt_ids, recorded.token_ids))
-    return Sample(prompt_ids, token_ids, logprobs, 0.0, bool(np.isfinite(logprobs).all()), sampled=sampled)
+    return Sample(prompt_ids, token_ids, logprobs, 0.0, sampled=sampled)
 
 
 def _check(
