@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import tempfile
 import textwrap
 import threading
 import time
+import venv
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -239,6 +241,26 @@ def test_a_program_finds_the_model_by_its_environment(run: RunFolder, endpoint: 
         good, bad = play([{"q": "one"}, {"q": "fail"}])
     assert (good.reward, good.record.num_turns) == (0.75, 1)
     assert (bad.failure, bad.problem) == (EpisodeFailure.RAISED, "ChildProcessError: exit code 1: no luck")
+
+
+def test_a_program_has_a_python_environment_of_its_own_in_a_folder_that_the_sandbox_hides(
+    run: RunFolder, endpoint: Endpoint
+) -> None:
+    with tempfile.TemporaryDirectory(dir=Path.home()) as folder:
+        own = Path(folder, "agent")
+        venv.create(own, symlinks=True)
+        packages = next(own.glob("lib/python*/site-packages"))
+        (packages / "of_its_own.py").write_text("WORTH = 0.25")
+        code = """
+        import json, importlib.util, os, sys, of_its_own
+        print("PYTHONPATH" in os.environ, importlib.util.find_spec("torch"), file=sys.stderr)
+        ours = "PYTHONPATH" in os.environ or importlib.util.find_spec("rlboost_runtime")
+        print(json.dumps({"reward": -1 if ours else of_its_own.WORTH}))
+        """
+        command = [str(own / "bin" / "python"), "env.py"]
+        with environment(run, textwrap.dedent(code), command=command, tries=1) as play:
+            (found,) = play([{}])
+    assert (found.reward, found.problem) == (0.25, "")
 
 
 TOOLS = '''

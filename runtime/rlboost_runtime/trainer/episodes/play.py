@@ -26,6 +26,7 @@ import sys
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -319,7 +320,7 @@ def play_command(setup: EpisodeSetup) -> Play:
     assert setup.command is not None
 
     async def play(call: EpisodeCall, own_time: OwnTime, transport: httpx2.AsyncBaseTransport) -> object:
-        environment = os.environ | {
+        environment = program_environment() | {
             "OPENAI_BASE_URL": f"{call.url}/episodes/{call.name}/v1",
             "OPENAI_API_KEY": call.key,
         }
@@ -339,6 +340,14 @@ def play_command(setup: EpisodeSetup) -> Play:
         return _reward_of(process.returncode or 0, out, err)
 
     return play
+
+
+def program_environment() -> dict[str, str]:
+    """Return ours for a program: `python` without a folder is the one that runs this, whatever the shell that
+    launched the run had on its path; one from elsewhere does not get our packages."""
+    ours = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    paths = [str(Path(sys.executable).parent), ours.get("PATH", os.defpath)]
+    return ours | {"PATH": os.pathsep.join(paths)}
 
 
 def _reward_of(code: int, out: bytes, err: bytes) -> object:

@@ -13,10 +13,11 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -45,6 +46,8 @@ class Sandbox:
     has_network: bool = False
     variables: tuple[str, ...] = ()
     """Names of the job's own environment variables."""
+    program: str = ""
+    """Of the job's environment, where that is a command; its Python environment is there to read."""
 
     @classmethod
     def of(cls, job: Job) -> Sandbox:
@@ -52,7 +55,10 @@ class Sandbox:
         cloud are the fleet's, not the reward's."""
         of_clouds = {name for cloud in known_clouds().values() for name in cloud.credential_variables}
         secrets = [name for name in job.secrets if name not in of_clouds] if job.reward_network else []
-        return cls(job.reward_sandbox, job.reward_network, (*job.env, *secrets))
+        command = job.environment.command if job.environment else None
+        return cls(
+            job.reward_sandbox, job.reward_network, (*job.env, *secrets), command[0] if command else ""
+        )
 
     def problem(self) -> str:
         """Return why this machine has no such sandbox; "" if it has, or if none is asked for.
@@ -83,7 +89,15 @@ class Sandbox:
     def wrapped(self, command: list[str], files: Path) -> list[str]:
         """Return the command that runs `command` inside, in the folder `files`."""
         network = ["--share-net"] if self.has_network else []
-        return [*_namespaces(), *network, *_mounts(files), "--chdir", str(files), "--", *command]
+        return [
+            *_namespaces(),
+            *network,
+            *_mounts(files, self.program),
+            "--chdir",
+            str(files),
+            "--",
+            *command,
+        ]
 
     def environment(self, ours: Mapping[str, str]) -> dict[str, str]:
         """Return what the processes inside get of `ours`."""
@@ -101,7 +115,7 @@ def _namespaces() -> list[str]:
     return ["bwrap", "--unshare-all", "--die-with-parent", "--new-session"]
 
 
-def _mounts(files: Path) -> Iterator[str]:
+def _mounts(files: Path, program: str) -> Iterator[str]:
     """Yield options: all is there to read, then the hidden folders are covered, then what a process needs is
     uncovered again."""
     yield from ("--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc")
@@ -110,7 +124,7 @@ def _mounts(files: Path) -> Iterator[str]:
     hidden = _outermost(Path(each) for each in (*_HIDDEN, Path.home(), run_folder.home()))
     for each in hidden:
         yield from ("--size", str(_SCRATCH_BYTES), "--tmpfs", str(each))
-    for each in _outermost(_needed(files)):
+    for each in _outermost([*_needed(files), *_needed_by(program)]):
         if any(each.is_relative_to(covered) for covered in hidden):
             yield from ("--ro-bind", str(each), str(each))
 
@@ -127,7 +141,21 @@ def _needed(files: Path) -> Iterator[Path]:
     yield from (hub / "hub", hub / "datasets", Path("/run/systemd/resolve"))
 
 
-def _outermost(paths: Iterator[Path]) -> list[Path]:
+def _needed_by(program: str) -> Iterator[Path]:
+    """Yield what a program by its full path needs: its folder, or its Python environment and the Python that
+    this was made of."""
+    if not program or not Path(program).is_absolute():
+        return
+    folder = Path(program).parent
+    settings = folder.parent / "pyvenv.cfg"
+    yield folder.parent if settings.is_file() or (folder.parent / "conda-meta").is_dir() else folder
+    if settings.is_file():
+        found = re.search(r"^home *= *(.+)$", settings.read_text(errors="replace"), re.MULTILINE)
+        if found is not None:
+            yield Path(found[1].strip()).parent
+
+
+def _outermost(paths: Iterable[Path]) -> list[Path]:
     """Return the folders that exist, absolute, without those that lie in another of them."""
     found: list[Path] = []
     for path in sorted({Path(os.path.abspath(each)) for each in paths}):
