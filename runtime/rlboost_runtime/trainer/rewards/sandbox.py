@@ -55,7 +55,7 @@ class Sandbox:
         cloud are the fleet's, not the reward's."""
         of_clouds = {name for cloud in known_clouds().values() for name in cloud.credential_variables}
         secrets = [name for name in job.secrets if name not in of_clouds] if job.reward_network else []
-        command = job.environment.command if job.environment else None
+        command = job.episodes.command if job.episodes else None
         return cls(
             job.reward_sandbox, job.reward_network, (*job.env, *secrets), command[0] if command else ""
         )
