@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from rlboost_cli.terminal.text import duration, saving_in_words, usd
+from rlboost_cli.terminal.text import against_on_demand, duration, usd
 from rlboost_cli.views.health import evaluation_course
 from rlboost_runtime.billing.report import CostReport
 from rlboost_runtime.protocol.status import Status, read_status
@@ -39,12 +39,8 @@ def _money(report: CostReport) -> list[tuple[str, str]]:
     if report.usd_per_million_tokens is not None:
         rows.append(("per million tokens", usd(report.usd_per_million_tokens, 2)))
     other = report.counterfactual
-    if other.usd_per_million_tokens is not None and other.saving_fraction is not None:
-        words = saving_in_words(other.saving_fraction)
-        rows.append(
-            ("on demand only", f"{usd(other.usd_per_million_tokens, 2)} per million ({words}; estimate)")
-        )
-    return rows
+    compared = against_on_demand(other.usd_per_million_tokens, other.saving_fraction, other.basis)
+    return [*rows, ("compared per million", compared)] if compared else rows
 
 
 def _fleet(status: Status, num_machines: int) -> list[tuple[str, str]]:

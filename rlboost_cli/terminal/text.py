@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -99,6 +100,14 @@ def _figure(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-def saving_in_words(saving: float) -> str:
-    """Return a share of the on-demand cost: what is saved or, where negative, what spot costs more."""
-    return f"{saving:.0%} saved" if saving >= 0 else f"spot cost {-saving:.0%} more"
+def against_on_demand(alone: float | None, saving: float | None, basis: str) -> str:
+    """Return what a million tokens cost in the steps, and would cost there on demand only; empty where that
+    is not known. `alone`: dollars on demand only; `saving`: the share of that which was saved.
+
+    A run's start-up and end are in neither figure.
+    """
+    if alone is None or saving is None:
+        return ""
+    ours, how = usd(alone * (1 - saving), 2), re.split(r"[,:;]", basis)[0]
+    words = f"{saving:.0%} saved" if saving >= 0 else f"{-saving:.0%} more"
+    return f"steps {ours}, on demand {usd(alone, 2)} ({how}): {words}"

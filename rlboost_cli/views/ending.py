@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
-from rlboost_cli.terminal.text import counted, duration, labelled, left_lines, saving_in_words, usd
+from rlboost_cli.terminal.text import against_on_demand, counted, duration, labelled, left_lines, usd
 from rlboost_cli.views.health import evaluation_course, full_warnings
 from rlboost_runtime.protocol.reward_failures import FailureCount
 
@@ -109,12 +108,8 @@ def _cost(report: CostReport) -> list[str]:
     found = report.counterfactual
     pools = ", ".join(f"{pool} {usd(amount, 2)}" for pool, amount in report.compute_usd.items())
     lines = [f"{usd(report.total_usd, 2)} ({pools})", *_useful(report)]
-    per_million, saving = report.usd_per_million_tokens, found.saving_fraction
+    per_million = report.usd_per_million_tokens
     if per_million is not None:
         lines.append(f"{usd(per_million, 2)} per million tokens trained")
-    if saving is not None and per_million is not None:
-        basis = re.split(r"[,:;]", found.basis)[0]
-        alone = found.usd_per_million_tokens or 0.0
-        lines[-1] += f", {usd(alone * (1 - saving), 2)} in the steps alone"
-        lines.append(f"on demand only ({basis}): {usd(alone, 2)} in the steps, {saving_in_words(saving)}")
-    return lines
+    compared = against_on_demand(found.usd_per_million_tokens, found.saving_fraction, found.basis)
+    return [*lines, f"per million: {compared}"] if compared and per_million is not None else lines

@@ -11,14 +11,14 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from rlboost_cli.terminal.screen import Glyphs, Line, Size
-from rlboost_cli.terminal.text import ENDED, counted, duration, labelled, table, usd
+from rlboost_cli.terminal.text import ENDED, against_on_demand, counted, duration, labelled, table, usd
 from rlboost_cli.views.events import event_line, merged
 from rlboost_cli.views.fleet_table import fleet_rows, fleet_table
 from rlboost_cli.views.health import evaluation_words, full_warnings, short_warnings
 
 if TYPE_CHECKING:
     from rlboost_cli.runs.run_status import RunStatus
-    from rlboost_runtime.protocol.status import MachineRow, OnDemandFigures, Preparation, Status
+    from rlboost_runtime.protocol.status import MachineRow, Preparation, Status
 
 WIDEST = 120
 """Columns after which a wider terminal makes nothing clearer."""
@@ -210,7 +210,7 @@ def _rollout(status: Status) -> list[str]:
     migrated, lost = status.responses.migrated, status.tokens.lost_estimate
     if not preemptions and not migrated and not lost:
         return [first]
-    if not preemptions and not lost:  # when seeding ends, for one
+    if not preemptions and not lost:  # of a machine that has notice, or was released
         return [first, f"{migrated:,} responses migrated; no preemption so far"]
     what = counted(preemptions, "preemption")
     return [first, f"{what} survived: {migrated:,} responses migrated, about {lost:,} tokens lost"]
@@ -242,28 +242,16 @@ def _cost(status: Status, left_s: float | None) -> list[str]:
     if left_s is not None and cost.rate_usd_per_hour:
         going += f", about {usd(cost.spent_usd + cost.rate_usd_per_hour * left_s / 3600, 2)} at the end"
     found = cost.counterfactual
-    compared = _on_demand(found) if found and _has_enough_steps(status) else ""
     first = f"{usd(cost.spent_usd, 2)}{budget}{going}"
-    return [first, compared] if compared else [first]
+    if not found or not _has_enough_steps(status):
+        return [first]
+    compared = against_on_demand(found.usd_per_million_tokens, found.saving_fraction, found.basis)
+    return [first, f"per million: {compared}"] if compared else [first]
 
 
 def _has_enough_steps(status: Status) -> bool:
     """Return True if the comparison is no accident of the first steps, in which machines still boot."""
     return status.state in ENDED or status.step >= min(_COMPARED_STEPS, status.steps or _COMPARED_STEPS)
-
-
-def _on_demand(found: OnDemandFigures) -> str:
-    """Return what the same tokens cost and would cost with reserved machines only; empty where not known.
-
-    Both are of the same steps: those that measured what the comparison needs.
-    """
-    saving, alone = found.saving_fraction, found.usd_per_million_tokens
-    if saving is None or alone is None:
-        return ""
-    basis = re.split(r"[,:;]", found.basis)[0]
-    words = f"{saving:.0%} saved" if saving >= 0 else f"{-saving:.0%} more"
-    ours = usd(alone * (1 - saving), 2)
-    return f"{ours} per million tokens, {usd(alone, 2)} on demand only ({basis}): {words}"
 
 
 # --- what happened -----------------------------------------------------------------------------------------

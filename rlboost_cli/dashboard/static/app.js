@@ -96,12 +96,12 @@
         note=${data.has_ended ? "tokens/s trained, mean of the steps" : "tokens/s generated now"} />
       <${Tile} name="Spent" value=${usd(cost.total_usd)} note=${data.has_ended ? `on ${cost.machines.length} machines` : `${usd(cost.rate_usd_per_hour)} per hour now`} />
       <${Tile} name="Per million tokens" value=${usd(cost.usd_per_million_tokens)}
-        note=${isNumber(other.usd_per_million_tokens) ? `on demand only (${other.basis.split(/[,:;]/)[0]}): ${usd(other.usd_per_million_tokens)}, ${saving >= 0 ? `${share(saving)} saved` : `spot cost ${share(-saving)} more`}` : ""} />
+        note=${isNumber(other.usd_per_million_tokens) && isNumber(saving) ? `steps ${usd(other.usd_per_million_tokens * (1 - saving))}, on demand ${usd(other.usd_per_million_tokens)} (${other.basis.split(/[,:;]/)[0]}): ${saving >= 0 ? `${share(saving)} saved` : `spot cost ${share(-saving)} more`}` : ""} />
       <${Tile} name="Preemptions survived" value=${whole(lost)} note=${`${whole(status.preemptions?.noticed)} with notice`} />
       <${Tile} name="Responses" value=${whole(status.responses?.finished)}
-        note=${`${whole(status.responses?.in_flight)} in flight, ${whole(status.responses?.migrated)} migrated`} />
+        note=${`${whole(status.responses?.in_flight)} in flight, ${whole(status.responses?.migrated)} migrated, ${whole(status.responses?.rebalanced)} rebalanced`} />
       <${Tile} name="Tokens" value=${whole(status.tokens?.trained)}
-        note=${`trained; ${whole(status.tokens?.migrated)} carried over by migration, about ${whole(status.tokens?.lost_estimate)} lost`} />
+        note=${`trained; ${whole(status.tokens?.migrated)} carried over to another machine, about ${whole(status.tokens?.lost_estimate)} lost`} />
     </div>`;
   }
   const mean = (values) => { const known = (values || []).filter(isNumber); return known.length ? known.reduce((a, b) => a + b, 0) / known.length : null; };

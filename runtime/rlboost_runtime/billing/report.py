@@ -236,9 +236,19 @@ def _usd_per_million(micro_usd: int, tokens: int) -> float | None:
 def counterfactual(
     bills: Sequence[MachineBill], steps: Sequence[StepRecord], spent: Sequence[int]
 ) -> Counterfactual:
-    """Return what the steps would have cost on the reserved machine; `spent`: micro-dollars per step."""
+    """Return what the steps would have cost on the reserved machine; `spent`: micro-dollars per step.
+
+    Of a run without spot machines that is what it paid: nothing is computed, and nothing saved.
+    """
     measured = _measured(steps, spent)
     price = sum(b.all_micro_usd_per_hour for b in bills if b.pool == "reserved")
+    tokens = sum(step.tokens for step in steps)
+    if price and tokens and not any(b.pool == "spot" for b in bills):
+        return Counterfactual(
+            usd_per_million_tokens=_usd_per_million(sum(spent), tokens),
+            basis="the run had no spot machines: what it paid is the price on demand",
+            usd_per_hour=_usd(price),
+        )
     reason = _why_unknown(bills, measured, price)
     if reason is not None:
         return Counterfactual(basis=f"not known: {reason}")

@@ -188,6 +188,7 @@ def _responses(state: CoreDriver) -> ResponseCounts:
         in_flight=sum(i.num_assigned for i in state.core.instances.values() if i.is_alive),
         finished=totals.finished + len(counters.quarantined),
         migrated=totals.responses_migrated,
+        rebalanced=totals.responses_rebalanced,
         quarantined=len(counters.quarantined),
         cancelled=counters.cancelled,
     )

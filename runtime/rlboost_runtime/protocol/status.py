@@ -49,6 +49,9 @@ class ResponseCounts(msgspec.Struct):
     in_flight: int = 0
     finished: int = 0
     migrated: int = 0
+    """They went on elsewhere because their instance was lost or about to go."""
+    rebalanced: int = 0
+    """They went on elsewhere although their instance stayed: at the end of a window, or for balance."""
     quarantined: int = 0
     cancelled: int | UnsetType = UNSET
 

@@ -166,6 +166,18 @@ def test_the_counterfactual_is_computed_from_what_was_measured(ledger: Ledger) -
     assert "1 measured steps" in found["basis"]
 
 
+def test_a_run_without_spot_machines_paid_what_on_demand_costs(ledger: Ledger) -> None:
+    """Rate and overheads are of other steps than those that the run had: computed, it would be too low."""
+    run_machine(ledger, "head", "reserved", 4 * HOUR_OF_DOLLAR_SECONDS, 0, 100)
+    measured = {"reserved_tokens": 200.0, "reserved_rollout_s": 1.0, "train_busy_s": 1.0}
+    add_step(ledger, 0, 0, 10, 1000, **measured)
+    add_step(ledger, 1, 10, 20, 1000)
+    found = cost_report(ledger, T0 + 100, "r")["counterfactual"]
+    assert found["usd_per_million_tokens"] == 80 / 2000 * 1e6
+    assert found["saving_fraction"] is None
+    assert "no spot machines" in found["basis"]
+
+
 def test_an_unknown_counterfactual_says_why(ledger: Ledger) -> None:
     run_machine(ledger, "head", "reserved", 0, 0, 10)
     add_step(ledger, 0, 0, 10, 100, reserved_tokens=1, reserved_rollout_s=1, train_busy_s=1)

@@ -51,6 +51,9 @@ def reported(
     price = round(world._preset.reserved_usd_per_hour * 1e6)
     ledger.intend(MachineRecord("head", "local", "here", "H100:8", price, "test", 0.0, pool="reserved"))
     ledger.launched("head", 0.0)
+    free = MachineRecord("spot", "local", "here", "H100:1", 0, "test", 0.0, pool="spot")
+    ledger.intend(free)  # without any, nothing is computed
+    ledger.launched("spot", 0.0)
     for row, each in zip(world.recorder.rows, metrics, strict=True):
         waited = row.seconds - between_s - each["train_busy_s"]
         known = {

@@ -52,8 +52,16 @@ class RunTotals:
     """Tokens of finished responses whose step was opened again under another version."""
     assigned: Counter[int] = field(default_factory=Counter)
     """Assignments per response of the open step."""
+    holders: dict[int, tuple[str, int]] = field(default_factory=dict)
+    """Instance and epoch that each response of the open step was assigned to last."""
+    migrated: set[int] = field(default_factory=set)
+    rebalanced: set[int] = field(default_factory=set)
+    """Responses of the open step that are counted below."""
     responses_migrated: int = 0
-    """Responses that went on elsewhere at least once."""
+    """Responses that went on elsewhere because their instance was lost or about to go."""
+    responses_rebalanced: int = 0
+    """Responses that went on elsewhere although their instance stayed: it gave them up at the end of a
+    window, or for balance."""
     open_step: tuple[int, int] | None = None
     """(step, policy version)."""
     trained_step: int = -1
@@ -95,6 +103,7 @@ class RunTotals:
                         self.next_response = max(self.next_response, requests[-1].response + 1)
                     self.tokens_in_step = 0
                     self.assigned = Counter()
+                    self.holders, self.migrated, self.rebalanced = {}, set(), set()
             case RequestArrived(request=request):
                 self.next_request = max(self.next_request, request.response + 1)
             case Finished(response=response, num_tokens=num_tokens) if response >= FIRST_REQUEST:
@@ -122,8 +131,29 @@ class RunTotals:
         for command in commands:
             self._digest = hashlib.blake2b(self._digest + encode_command(command), digest_size=16).digest()
             if isinstance(command, Assign):
-                self.assigned[command.response] += 1
-                self.responses_migrated += self.assigned[command.response] == 2
+                self._assign(command, core)
+
+    def _assign(self, command: Assign, core: Core) -> None:
+        response, holder = command.response, (command.instance, command.epoch)
+        self.assigned[response] += 1
+        last = self.holders.get(response)
+        self.holders[response] = holder
+        if last is None or last == holder:
+            return
+        former = core.instances.get(last[0])
+        stays = (
+            former is not None
+            and former.epoch == last[1]
+            and former.is_alive
+            and former.is_connected
+            and not former.is_draining
+        )
+        if stays and response not in self.rebalanced:
+            self.rebalanced.add(response)
+            self.responses_rebalanced += 1
+        elif not stays and response not in self.migrated:
+            self.migrated.add(response)
+            self.responses_migrated += 1
 
 
 class Recovered(NamedTuple):
