@@ -9,7 +9,8 @@ from pathlib import Path
 from rlboost_cli.doctor.findings import DoctorContext, Finding, fail, failed, ok, warn
 from rlboost_cli.doctor.model import resolves
 from rlboost_runtime.errors import ConfigError, RLBoostError
-from rlboost_runtime.job import Job, TinyModel, data_sources, reward_files
+from rlboost_runtime.job import HttpReward, Job, TinyModel, data_sources, reward_files, reward_parts
+from rlboost_runtime.protocol.reward_failures import WORDS, RewardFailure
 from rlboost_runtime.run.create import copy_files
 from rlboost_runtime.trainer.data.reading import Example, read_examples
 from rlboost_runtime.trainer.episodes.runner import try_to_load
@@ -138,14 +139,20 @@ def reward(context: DoctorContext) -> Iterator[Finding]:
             firsts = {example.source: example for example in reversed(examples)}
             with RewardScorer.for_job(job, files, log) as scorer:
                 for _, example in sorted(firsts.items()):
-                    yield judge_reward(_score(scorer, example), example, job)
+                    yield judge_reward(_score(scorer, example, job), example, job)
     except ConfigError as error:
         yield failed("reward", error)
 
 
-def _score(scorer: RewardScorer, example: Example) -> Reward:
+def _score(scorer: RewardScorer, example: Example, job: Job) -> Reward:
+    """Score a group of the run's size, which functions of groups may insist on; a service is asked once."""
     response = "" if example.answer is None else example.answer
-    return scorer.submit(RewardCall(example.text, response, example.row), example.reward).result()
+    wanted = job.reward if example.reward is None else example.reward
+    is_service = any(isinstance(source, HttpReward) for _, _, source in reward_parts(wanted))
+    count = 1 if is_service else job.algorithm.group_size
+    calls = [RewardCall(example.text, response, example.row)] * count
+    scored = [each.result() for each in scorer.submit_group(calls, example.reward)]
+    return next((each for each in scored if each.failure is not None), scored[0])
 
 
 def environment(context: DoctorContext) -> Iterator[Finding]:
@@ -186,10 +193,19 @@ def judge_sandbox(job: Job, problem: str) -> Finding:
     return ok("sandbox", f"reward functions run in bubblewrap, {network}")
 
 
-def _remedy(job: Job) -> str:
+def _remedy(job: Job, failure: RewardFailure) -> str:
     """Return what to do about a reward function that fails."""
-    remedy = "correct the function; a run ends if all rewards of a step fail"
-    if job.reward_sandbox != "off" and not job.reward_network:
+    match failure:
+        case RewardFailure.NOT_A_NUMBER | RewardFailure.NOT_FINITE:
+            remedy = "return a finite float; a run ends if all rewards of a step fail"
+        case RewardFailure.MEMORY:
+            remedy = "raise reward_memory_mib; a run ends if all rewards of a step fail"
+        case RewardFailure.TIMEOUT:
+            remedy = "make it faster, or raise reward_timeout_s; a run ends if all rewards of a step fail"
+        case _:
+            remedy = "correct the function; a run ends if all rewards of a step fail"
+    may_lack_network = failure in (RewardFailure.RAISED, RewardFailure.TIMEOUT)
+    if may_lack_network and job.reward_sandbox != "off" and not job.reward_network:
         what = "neither a network nor the job's secrets" if job.secrets else "no network"
         remedy += f". In the sandbox it has {what} unless the job has reward_network: true"
     return remedy
@@ -201,8 +217,8 @@ def judge_reward(scored: Reward, example: Example, job: Job) -> Finding:
     if scored.failure is not None:
         return fail(
             "reward",
-            f"{scored.failure} for {what}: {scored.problem.strip()}",
-            _remedy(job),
+            f"{WORDS[scored.failure]} for {what}: {scored.problem.strip()}",
+            _remedy(job, scored.failure),
         )
     if example.answer is not None and scored.value <= 0:
         return warn(

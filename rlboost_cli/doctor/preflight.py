@@ -17,6 +17,7 @@ from rlboost_cli.doctor.findings import DoctorContext, Finding, Verdict, fail, f
 from rlboost_runtime.errors import ConfigError, RLBoostError
 from rlboost_runtime.job import PromptFile, data_sources
 from rlboost_runtime.run.engine_python import find_engine_python
+from rlboost_runtime.trainer.tracking import require_packages
 
 _BUCKET = "my-bucket/"
 _WANDB_HOST = "api.wandb.ai"
@@ -74,14 +75,20 @@ def engine(context: DoctorContext) -> Iterator[Finding]:
 
 
 def tracker(context: DoctorContext) -> Iterator[Finding]:
-    """Look for the package and the key of Weights & Biases, without which nothing is recorded there."""
+    """Look for the packages that `tracking` needs, and for the key of Weights & Biases."""
     job = context.wanted
     wanted = job.tracking.wandb
+    if not job.trainer.is_elsewhere:  # a head elsewhere installs them
+        try:
+            require_packages(job)
+        except ConfigError as error:
+            yield failed("tracker", error)
+            return
+    if job.tracking.tensorboard:
+        yield ok("tracker", "TensorBoard is installed")
     if wanted is None:
         return
-    if not job.trainer.is_elsewhere and importlib.util.find_spec("wandb") is None:
-        yield fail("tracker", "wandb is not installed", "type: pip install 'rlboost[track]'")
-    elif wanted.offline or os.environ.get("WANDB_MODE") in ("offline", "disabled"):
+    if wanted.offline or os.environ.get("WANDB_MODE") in ("offline", "disabled"):
         yield ok("tracker", "offline: kept in the run's folder")
     elif job.trainer.is_elsewhere and "WANDB_API_KEY" not in {*job.secrets, *job.env}:
         yield warn("tracker", "the head has no W&B key", "write secrets: [WANDB_API_KEY]")

@@ -40,7 +40,13 @@ def next_lines(name: str, state: str, model: str, num_steps: int, *, is_local: b
     logs = (f"rlboost logs {name}", "process logs")
     goes_on = "continues from the last checkpoint" if num_steps else "starts over"
     resume = (f"rlboost launch {name} --resume", goes_on)
-    choices = [cost, logs] if state == "done" else [logs, resume]
+    looks = [
+        (f"rlboost metrics {name}", "curves, and what they mean"),
+        (f"rlboost samples {name}", "what the model wrote"),
+        cost,
+        (f"rlboost dashboard {name}", "all of it on a page"),
+    ]
+    choices = looks if state == "done" else [logs, cost, resume]
     if is_local and state == "done":
         choices.append((SIMULATED, "larger GPUs, simulated"))
     width = max(len(typed) for typed, _ in choices)

@@ -12,14 +12,14 @@ from __future__ import annotations
 import contextlib
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO
 
 from rlboost_cli.runs.run_status import RunStatus, run_status
 from rlboost_cli.runs.supervision import log_tail
 from rlboost_cli.terminal.screen import Painter, Size, glyphs_for, has_style
-from rlboost_cli.terminal.text import usd
+from rlboost_cli.terminal.text import ENDED, usd
 from rlboost_cli.views.events import event_line, merged, timed
 from rlboost_cli.views.run_view import live_lines, tokens_per_s
 from rlboost_runtime.errors import RuntimeFault
@@ -28,7 +28,7 @@ from rlboost_runtime.run.index import is_supervised
 
 if TYPE_CHECKING:
     from rlboost_cli.head.connection import Head
-    from rlboost_runtime.protocol.status import Status
+    from rlboost_runtime.protocol.status import RecentEvent, Status
 
 _HIDE_CURSOR, _SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 
@@ -75,7 +75,11 @@ class NewLines:
     def of(self, found: RunStatus) -> list[str]:
         """Return what is new since the last call, oldest first."""
         data = found.status
-        lines = [*self._silences(found), *self._phases(data), *self._events(data), *self._trained(data)]
+        new = self._events(data)
+        ends = [event for event in new if _is_end(event)]
+        others = [event for event in new if not _is_end(event)]
+        lines = [*self._silences(found), *self._phases(data), *_event_lines(others)]
+        lines += [*self._trained(data), *_event_lines(ends)]  # the last step was trained before the end
         now = self.clock()
         if not lines and self._said_at is not None and now - self._said_at >= HEARTBEAT_S:
             lines = [_heartbeat(data)]
@@ -100,14 +104,18 @@ class NewLines:
         self._phase = phase
         return [_at(status, phase)]
 
-    def _events(self, status: Status) -> list[str]:
+    def _events(self, status: Status) -> list[RecentEvent]:
+        """Return what is new; at the first look at a run that was resumed, what came after its former end."""
+        is_first = not self._seen
         new = []
         for event in status.events:
             key = (event.at, event.kind, event.text)
             if key not in self._seen:
                 self._seen.add(key)
                 new.append(event)
-        return [event_line(event) for event in merged(new) if event.kind != "step"]
+            if is_first and _is_end(event) and status.state not in ENDED:
+                new.clear()
+        return new
 
     def _trained(self, status: Status) -> list[str]:
         trained = status.step
@@ -124,6 +132,15 @@ class NewLines:
         if last is None or num_steps != 1 or now <= last[1]:
             return None
         return (trained - last[0]) / (now - last[1])
+
+
+def _is_end(event: RecentEvent) -> bool:
+    """Return True if it says that the run, not one of its machines, has ended."""
+    return event.kind == "ended" and event.text.startswith("run ")
+
+
+def _event_lines(events: Sequence[RecentEvent]) -> list[str]:
+    return [event_line(event) for event in merged(events) if event.kind != "step"]
 
 
 def _step(status: Status, number: int, speed: float | None) -> str:

@@ -176,10 +176,14 @@ class HealthMonitor:
         lost = facts.lost - self._lost[0][1]
         share = lost / (lost + facts.connected) if lost else 0.0
         if self._storm is not None:
-            return self._storm if share >= STORM.ends else None
-        if lost < limits.STORM_LEAST or not STORM.is_bad(share):
+            if share < STORM.ends:
+                return None
+            since = self._storm.since_step
+        elif lost < limits.STORM_LEAST or not STORM.is_bad(share):
             return None
-        return _fleet_warning(STORM, share, facts.steps + 1, minutes=limits.STORM_S / 60, count=lost)
+        else:
+            since = facts.steps + 1
+        return _fleet_warning(STORM, share, since, minutes=limits.STORM_S / 60, count=lost)
 
     def _stuck_now(self, facts: FleetFacts) -> HealthWarning | None:
         progress = (facts.tokens, facts.steps)

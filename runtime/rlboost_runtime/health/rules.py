@@ -269,7 +269,8 @@ STORM = Kind(
     "preemption_storm", limits.STORM_SHARE, limits.STORM_SHARE_ENDS,
     "{count} spot instances ({value:.0%}) lost within {minutes:.0f} min (limit {limit:.0%}).",
     "Every lost machine is replaced, and boots are billed; until then the rollout is slower.",
-    "Wait, or add regions or GPU types to rollout.spot.any_of, raise the bid, or set on_demand_floor.",
+    "Wait. On a cloud, more regions or GPU types in rollout.spot.any_of, a higher bid or on_demand_floor"
+    " help.",
     "lost / (lost + connected) spot instances",
 )  # fmt: skip
 STUCK = Kind(

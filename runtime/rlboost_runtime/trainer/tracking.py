@@ -53,17 +53,15 @@ class Trackers:
 
     def __init__(self, run: RunFolder, job: Job, first_step: int) -> None:
         """Raises `ConfigError`."""
+        require_packages(job)
         wanted = job.tracking.wandb
         self._trackers: list[Tracker] = []
         if job.tracking.tensorboard:
-            _require("tensorboard")
             self._open("tensorboard", lambda: _TensorBoard(run, first_step))
         if (otlp := job.tracking.otlp) is not None:
-            _require("opentelemetry.exporter.otlp.proto.http", "opentelemetry-exporter-otlp-proto-http")
             self._open("otlp", lambda: _Traces(run, otlp))
         if wanted is None:
             return
-        _require("wandb")
         if wanted.offline or not self._open("wandb", lambda: _Wandb(run, job, wanted)):
             kept = wanted.model_copy(update={"offline": True})
             self._open("wandb, offline", lambda: _Wandb(run, job, kept))
@@ -100,15 +98,30 @@ class Trackers:
             )  # fmt: skip
 
 
-def _require(package: str, distribution: str = "") -> None:
+def require_packages(job: Job) -> None:
+    """Raise `ConfigError` if a package that the job's `tracking` needs is not installed here."""
+    needed = {
+        "tensorboard": ("tensorboard", "tensorboard", job.tracking.tensorboard),
+        "otlp": (
+            "opentelemetry.exporter.otlp.proto.http",
+            "opentelemetry-exporter-otlp-proto-http",
+            job.tracking.otlp is not None,
+        ),
+        "wandb": ("wandb", "wandb", job.tracking.wandb is not None),
+    }
+    for field, (package, distribution, is_wanted) in needed.items():
+        if is_wanted and not _is_installed(package):
+            raise ConfigError(
+                f"tracking.{field}: {distribution} is not installed on the head",
+                "type: pip install 'rlboost[track]'",
+            )
+
+
+def _is_installed(package: str) -> bool:
     try:
-        is_here = importlib.util.find_spec(package) is not None
+        return importlib.util.find_spec(package) is not None
     except ModuleNotFoundError:  # a package above it is missing
-        is_here = False
-    if not is_here:
-        name = distribution or package
-        field = "otlp" if distribution else package
-        raise ConfigError(f"tracking.{field}: {name} is not installed on the head", f"pip install {name}")
+        return False
 
 
 class _TensorBoard:

@@ -108,7 +108,7 @@ def test_a_reward_that_fails_scores_by_the_rule_and_says_where(
     assert f"reward rewards.py:{function} failed for all 2 responses of the step" in error.value.problem
     assert told in error.value.problem
     assert error.value.remedy.startswith("correct it, then launch the run again with --resume")
-    assert error.value.remedy.endswith("its output is in the run's reward log")
+    assert error.value.remedy.endswith("`rlboost logs RUN reward` shows what it printed")
 
 
 def test_the_traceback_is_in_the_log_for_whoever_wants_it(tmp_path: Path) -> None:

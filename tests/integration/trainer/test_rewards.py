@@ -158,7 +158,7 @@ def test_a_function_of_responses_gets_the_whole_group_in_one_call(tmp_path):
         ]  # fmt: skip
         few = [future.result() for future in rewards.submit_group(calls("few", "x"))]
         assert {(each.value, each.failure) for each in few} == {(0.0, RewardFailure.RAISED)}
-        assert "returned 1 rewards for 2 responses" in few[1].problem
+        assert "returned 1 reward for 2 responses" in few[1].problem
         assert "returned a float, not a list" in rewards.submit(calls("one")[0]).result().problem
         assert rewards.submit(calls("alone")[0]).result() == Reward(1.0)
 

@@ -75,8 +75,10 @@ def test_a_run_without_gpus_points_to_the_simulator() -> None:
 def test_what_to_type_next_depends_on_the_end() -> None:
     assert next_lines("r", "done", "~/model", 3) == [
         "model    ~/model",
-        "next     rlboost cost r  cost by step and machine",
-        "         rlboost logs r  process logs",
+        "next     rlboost metrics r    curves, and what they mean",
+        "         rlboost samples r    what the model wrote",
+        "         rlboost cost r       cost by step and machine",
+        "         rlboost dashboard r  all of it on a page",
     ]
     assert next_lines("r", "failed", "~/model", 3)[-1].endswith(
         "--resume  continues from the last checkpoint"

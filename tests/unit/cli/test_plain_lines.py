@@ -49,6 +49,20 @@ def test_each_step_and_event_is_told_once() -> None:
     assert len(later) == 2
 
 
+def test_the_end_comes_last_and_a_former_one_is_not_told_again() -> None:
+    def event(at: float, text: str) -> dict[str, Any]:
+        return {"at": at, "kind": "ended", "text": text}
+
+    past = [event(5.0, "spot-0 released: idle"), event(6.0, "run failed: KeyError")]
+    now = [*past, event(70.0, "spot-1 released: idle")]
+    new = NewLines()
+    (line,) = new.of(live(state="rollout", step=0, steps=1, events=now))
+    assert line.endswith("spot-1 released: idle")
+    lines = new.of(live(state="done", step=1, steps=1, events=[*now, event(80.0, "run done")]))
+    assert lines[0].startswith("step 1/1")
+    assert lines[1].endswith("run done")
+
+
 def test_a_steps_speed_is_its_own_and_not_the_moments() -> None:
     new = NewLines()
     said = []

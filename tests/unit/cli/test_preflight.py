@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from rlboost_cli.doctor import model, preflight
+from rlboost_cli.doctor import job, model, preflight
 from rlboost_cli.doctor.findings import DoctorContext, Verdict
 from rlboost_cli.main import app
 from rlboost_cli.runs import supervision
@@ -96,10 +96,24 @@ def test_a_tracker_needs_its_key(
     assert finding.verdict is verdict
 
 
-def test_a_tracker_needs_its_package(job_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("field", ["wandb: {project: p}", "tensorboard: true", "otlp: http://a:4318"])
+def test_a_tracker_needs_its_package(job_file: Path, monkeypatch: pytest.MonkeyPatch, field: str) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    (finding,) = preflight.tracker(context(job_file, "tracking: {wandb: {project: p}}\n"))
+    (finding,) = preflight.tracker(context(job_file, f"tracking: {{{field}}}\n"))
+    assert finding.verdict is Verdict.FAIL
+    assert finding.found.startswith(f"tracking.{field.partition(':')[0]}: ")
     assert "rlboost[track]" in finding.remedy
+
+
+@pytest.mark.parametrize(("length", "verdict"), [("len(responses)", Verdict.OK), ("1", Verdict.FAIL)])
+def test_a_reward_of_groups_is_given_a_whole_group(job_file: Path, length: str, verdict: Verdict) -> None:
+    (job_file.parent / "rewards.py").write_text(
+        f"def score(prompt, responses, row):\n    return [1.0] * {length}\n"
+    )
+    (finding,) = job.reward(context(job_file))
+    assert finding.verdict is verdict
+    if verdict is Verdict.FAIL:
+        assert "returned 1 reward for " in finding.found
 
 
 def test_an_engine_that_is_not_installed_is_found(job_file: Path) -> None:

@@ -260,8 +260,11 @@ def test_a_fleet_that_is_half_lost_is_a_storm_once_and_usual_losses_are_none() -
     monitor = HealthMonitor()
     (text,) = looks(monitor, 300, lambda now: facts(now, 4, lost=4 * (now > 100)))
     assert "4 spot instances (50%) lost within 10 min (limit 50%)." in text
-    assert looks(monitor, 700, lambda now: facts(now, 8, lost=4), since=310) == [], "4 of 12: between"
-    assert looks(monitor, 900, lambda now: facts(now, 8, lost=4), since=710) == [
+    assert looks(monitor, 310, lambda now: facts(now, 3, lost=7), since=310) == []
+    (storm,) = monitor.active
+    assert "7 spot instances (70%) lost" in storm.text, "it says how things are now"
+    assert looks(monitor, 700, lambda now: facts(now, 14, lost=7), since=320) == [], "7 of 21: between"
+    assert looks(monitor, 900, lambda now: facts(now, 14, lost=7), since=710) == [
         "warning preemption_storm has ended"
     ]
 

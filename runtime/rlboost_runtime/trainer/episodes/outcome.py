@@ -115,7 +115,8 @@ def _broken(name: str, what: str, last: EpisodeResult) -> RuntimeFault:
     return RuntimeFault(
         f"environment {name} {what}; the last one {WORDS[EpisodeFailure(last.failure)]}:"
         f" {last.problem.strip()}",
-        "correct it, then launch the run again with --resume; its output is in the run's environment log",
+        "correct it, then launch the run again with --resume;"
+        " `rlboost logs RUN environment` shows what it printed",
     )
 
 

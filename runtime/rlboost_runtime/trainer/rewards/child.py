@@ -209,7 +209,8 @@ def _group(score: Callable[[GroupCall], object]) -> ScoreGroup:
         if isinstance(values, str | bytes | dict) or not hasattr(values, "__len__"):
             raise TypeError(f"returned a {type(values).__name__}, not a list of rewards")
         if len(values) != len(calls):
-            raise ValueError(f"returned {len(values)} rewards for {len(calls)} responses")
+            rewards = "reward" if len(values) == 1 else "rewards"
+            raise ValueError(f"returned {len(values)} {rewards} for {len(calls)} responses")
         return list(values)
 
     return at_once

@@ -124,7 +124,8 @@ def _broken(name: str, what: str, last: Reward) -> RuntimeFault:
     assert last.failure is not None
     return RuntimeFault(
         f"reward {name} {what}; the last one {WORDS[last.failure]}: {last.problem.strip()}",
-        "correct it, then launch the run again with --resume; its output is in the run's reward log",
+        "correct it, then launch the run again with --resume;"
+        " `rlboost logs RUN reward` shows what it printed",
     )
 
 
