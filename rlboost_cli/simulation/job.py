@@ -44,6 +44,8 @@ from rlboost_runtime.sim.presets import (
     Workload,
 )
 
+ADAPTER_SHARE = 0.00035
+"""Parameters of adapters of rank 1 over those of a dense model of some 8 billion."""
 GBIT_PER_GPU = 25.0
 """Network of a cloud's GPU machines, as the paper's: 50 Gbit/s with two H100, 200 with eight."""
 CPU = GpuType("CPU", 200e9, 20e9, 4e9)
@@ -86,12 +88,18 @@ def simulated_job(job: Job, folder: Path) -> SimulatedJob:
     model = _model(job, folder)
     head = head_usd_per_hour(job)
     machines = _machines(job, model.shape, head)
-    preset = _preset(job, model.shape, machines, head)
+    preset = _preset(job, model.shape, machines, head, folder)
     spread = (
         "response lengths are assumed to be spread as in the paper,"
         f" up to {job.algorithm.max_response_tokens:,} tokens"
     )
     notes = [*machines.notes, *model.notes, market_in_words(job)]
+    if preset.assumptions.frozen_bytes:
+        adapters = preset.assumptions.wire_share * preset.model.weight_bytes
+        notes.append(
+            f"a machine pulls the model's {preset.model.weight_bytes / 1e9:,.1f} GB once, then adapters of"
+            f" {adapters / 1e9:,.2f} GB per version"
+        )
     startup_s = _startup_s(job, preset)
     preset, boot = _with_boots(job, preset)
     if found is None:
@@ -132,7 +140,7 @@ def _spot_pace(former: Job, model: ModelShape, rates: Rates, folder: Path) -> fl
     if not has_own_market(former) or rates.spot_instances < FEWEST_INSTANCES:
         return None
     head = head_usd_per_hour(former)
-    preset, _ = _with_boots(former, _preset(former, model, _machines(former, model, head), head))
+    preset, _ = _with_boots(former, _preset(former, model, _machines(former, model, head), head, folder))
     try:
         market = market_of(former, folder, 0)
     except ConfigError:  # a trace that is no longer there
@@ -140,7 +148,7 @@ def _spot_pace(former: Job, model: ModelShape, rates: Rates, folder: Path) -> fl
     return spot_pace(calibrated(preset, former, rates, former), market, rates)
 
 
-def _preset(job: Job, model: ModelShape, machines: _Machines, head: float | None) -> Preset:
+def _preset(job: Job, model: ModelShape, machines: _Machines, head: float | None, folder: Path) -> Preset:
     limit, engine = job.algorithm.max_response_tokens, job.rollout.engine_args
     known = Assumptions()
     share = engine.gpu_memory_utilization or known.spot_memory_share
@@ -170,9 +178,23 @@ def _preset(job: Job, model: ModelShape, machines: _Machines, head: float | None
         ),
         assumptions=on_gpus,
     )
+    preset = _with_adapters(job, preset, folder)
     most = affordable_machines(job, preset) * preset.best_spot.engines  # as live
     preset = replace(preset, max_spot_instances=most)
     return _on_cores(job, preset) if machines.reserved.gpu is CPU else preset
+
+
+def _with_adapters(job: Job, preset: Preset, folder: Path) -> Preset:
+    """Return the preset with what travels where engines add the adapters themselves: the frozen weights once
+    per machine, then adapters. A model whose shape is unknown has adapters of `ADAPTER_SHARE` per rank."""
+    lora = job.algorithm.lora
+    if lora is None or job.weights.transfer != "lora":
+        return preset
+    shape = None if isinstance(job.model, TinyModel) else find_shape(job.model, folder)
+    whole = preset.model.parameters
+    adapters = ADAPTER_SHARE * lora.rank * whole if shape is None else shape.adapter_parameters(lora.rank)
+    assumed = replace(preset.assumptions, wire_share=adapters / whole, frozen_bytes=preset.model.weight_bytes)
+    return replace(preset, assumptions=assumed)
 
 
 def affordable_machines(job: Job, preset: Preset) -> int:
@@ -313,7 +335,8 @@ def _of_clouds(job: Job, offers: list[CloudOffer], head: float | None) -> _Machi
     ]
     days = [quote.as_of for offer in offers for quote in shipped_book().of(offer)]
     if days:
-        notes.append(f"prices are those shipped with rlboost, of {min(days)}; rlboost prices --live asks EC2")
+        newer = "; rlboost prices --live asks EC2" if any(o.infra.startswith("aws") for o in offers) else ""
+        notes.append(f"prices are those shipped with rlboost, of {min(days)}{newer}")
     if job.trainer.place is None:
         notes.append(
             "the head is in no known cloud: its weights reach the machines at that speed and free of egress;"

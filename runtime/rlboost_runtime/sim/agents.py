@@ -83,6 +83,8 @@ class AgentCosts:
     apply_s: float
     sleep_s: float
     wake_s: float
+    frozen_bytes: float = 0.0
+    """What the first version brings besides."""
 
 
 class SimAgent:
@@ -324,12 +326,16 @@ class SimAgent:
             return
         self._host.activity(self, "pull")
         self._transfer = self._host.link.start(
-            self.costs.weight_bytes, self.costs.link_bytes_per_s, lambda: self._fetch_done(version)
+            self._wire_bytes(), self.costs.link_bytes_per_s, lambda: self._fetch_done(version)
         )
 
+    def _wire_bytes(self) -> float:
+        return self.costs.weight_bytes + (self.costs.frozen_bytes if self._fetched is None else 0.0)
+
     def _fetch_done(self, version: int) -> None:
+        wire_bytes = self._wire_bytes()
         self._transfer, self._fetched = None, version
-        self._host.pulled(self.machine, version, self.costs.weight_bytes)
+        self._host.pulled(self.machine, version, wire_bytes)
         self._host.will_settle(self)
 
     def _apply_if_fetched(self) -> None:

@@ -82,7 +82,9 @@ class Assumptions:
     retry_s: float = 10.0
     """After so long a launch that found no free node is tried again."""
     wire_share: float = 1.0
-    """Bytes of a version on the wire over the weights' bytes: below 1 with deltas."""
+    """Bytes of a version on the wire over the weights' bytes: below 1 with deltas and adapters."""
+    frozen_bytes: float = 0.0
+    """Weights under adapters, which a machine's first version brings besides."""
     notice_s: float = 0.0
     """Seconds of warning that a removal brings where the trace has none of its own: the paper relies on
     none."""

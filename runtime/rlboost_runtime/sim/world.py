@@ -317,6 +317,7 @@ class World:
             apply_s=assumptions.apply_s,
             sleep_s=0.0,
             wake_s=0.0,
+            frozen_bytes=assumptions.frozen_bytes,
         )
         for index in range(rented.shape.engines):
             name = f"{rented.machine}-{index}"

@@ -655,3 +655,24 @@ def test_the_parts_of_a_plan_are_hours_times_prices(home: Path, template: str) -
     assert min(prices) * 0.99 <= rate
     assert found.parts.spot_usd / found.parts.spot_hours <= max(prices) * 1.01
     assert found.parts.total_usd == pytest.approx(found.usd.mean)
+
+
+def test_adapters_travel_where_the_job_sends_adapters(tmp_path: Path) -> None:
+    def shares(transfer: str) -> tuple[float, float]:
+        path = tmp_path / "job.yaml"
+        text = rlboost_templates.text("lora-8b")
+        assert "transfer: lora" in text
+        path.write_text(text.replace("transfer: lora", f"transfer: {transfer}"))
+        found = simulated_job(load_job(path), tmp_path)
+        says = any("pulls the model's 16.4 GB once, then adapters of 0.35 GB" in n for n in found.notes)
+        assert says is (transfer == "lora")
+        assumed = found.preset.assumptions
+        return assumed.wire_share * found.preset.model.weight_bytes, assumed.frozen_bytes
+
+    per_version, once = shares("lora")
+    rank, layers, hidden, keys, mlp = 64, 36, 4096, 1024, 12_288
+    linear = 2 * (hidden + hidden) + 2 * (hidden + keys) + 3 * (hidden + mlp)
+    assert per_version == pytest.approx(2 * rank * layers * linear, rel=0.001)
+    assert once == pytest.approx(16.4e9, rel=0.01)
+    whole, nothing = shares("full")
+    assert (whole, nothing) == (pytest.approx(once), 0.0)

@@ -120,6 +120,16 @@ def test_a_version_travels_to_a_machine_once_however_many_engines_it_has() -> No
         )
 
 
+def test_frozen_weights_travel_to_a_machine_once_and_adapters_with_each_version() -> None:
+    still = Trace("still", "made for tests", (TraceEvent(0.0, "n0", "add"),), 3_600.0)
+    preset = replace(small(), egress_usd_per_gb=1.0)
+    whole = preset.model.weight_bytes
+    adapters = replace(preset.assumptions, wire_share=0.01, frozen_bytes=whole)
+    result = simulate(replace(preset, assumptions=adapters), still, "rlboost", seed=0, hours=HOURS)
+    versions = (result.bill["egress"] - whole / 1e9) / (0.01 * whole / 1e9)
+    assert result.steps - 1 <= versions <= result.steps + 1.01
+
+
 def test_training_seconds_by_hand() -> None:
     preset = small()
     model, calibration = preset.model, preset.calibration
