@@ -151,8 +151,13 @@ def _score(scorer: RewardScorer, example: Example, job: Job) -> Reward:
     is_service = any(isinstance(source, HttpReward) for _, _, source in reward_parts(wanted))
     count = 1 if is_service else job.algorithm.group_size
     calls = [RewardCall(example.text, response, example.row)] * count
-    scored = [each.result() for each in scorer.submit_group(calls, example.reward)]
-    return next((each for each in scored if each.failure is not None), scored[0])
+    first, *others = scorer.submit_group(calls, example.reward)
+    found = first.result()
+    for other in others:
+        if found.failure is not None:
+            return found  # the rest may take as long to fail
+        found = other.result()
+    return found
 
 
 def environment(context: DoctorContext) -> Iterator[Finding]:

@@ -87,8 +87,8 @@ def test_prompts_that_are_too_long_are_counted_by_the_real_tokenizer(tmp_path: P
         ("import helper\n" + REWARD, "No module named 'helper'"),  # is there, but `files` does not name it
         ("def score(response, row):\n    return row['gone']\n", "KeyError: 'gone'"),
         ("def score(response, row):\n    return float('nan')\n", "nan"),
-        ("def score(response, row):\n    import os\n    os._exit(3)\n", "died"),
-        ("def score(response, row):\n    import time\n    time.sleep(60)\n", "timeout"),
+        ("def score(response, row):\n    import os\n    os._exit(3)\n", "ended its process"),
+        ("def score(response, row):\n    import time\n    time.sleep(60)\n", "took too long"),
     ],
     ids=["import", "not shipped", "raises", "nan", "dies", "hangs"],
 )
