@@ -98,6 +98,11 @@ follows `NO_COLOR` and whether the output is a terminal. [JSON output](json.md) 
 | `HF_HOME`, `HF_TOKEN`, `HF_ENDPOINT`, `HF_HUB_OFFLINE` | those of `huggingface_hub` |
 | `WANDB_API_KEY` | for `tracking.wandb`; list it under the job's `secrets` where the head is elsewhere |
 | `AWS_PROFILE`, `GOOGLE_APPLICATION_CREDENTIALS`, ... | those of the clouds' own libraries |"""
+TRACKERS = """\
+With `tracking: {tensorboard: true}` the same curves are in the run's folder:
+`tensorboard --logdir ~/.rlboost/runs` shows all runs. `tracking: {wandb: {project: NAME}}` sends them to
+Weights & Biases. Both number steps from 0, as `metrics.jsonl` does; screens count from 1. They come with
+`pip install 'rlboost[track]'`."""
 TRACES = """\
 With `tracking: {otlp: "http://HOST:4318"}` the trainer sends a trace per step to a collector, by OTLP over
 HTTP. Its root, `step`, has the step's metrics as attributes; below it are `train`, `publish`, `checkpoint`,
@@ -141,7 +146,7 @@ def metrics_page() -> str:
         head = ["| metric | unit | meaning | healthy | otherwise |", "|---|---|---|---|---|"]
         parts += [f"### {section}", "\n".join([*head, *rows])]
     parts += ["## Prometheus", PROMETHEUS_INTRODUCTION, _prometheus_table()]
-    parts += ["## OpenTelemetry", TRACES]
+    parts += ["## TensorBoard and Weights & Biases", TRACKERS, "## OpenTelemetry", TRACES]
     return "\n\n".join(parts) + "\n"
 
 

@@ -858,6 +858,13 @@ def test_a_prompt_file_must_hold_prompts(
     assert check(text) == ([f"job.yaml:4: data.source: {problem}"] if problem else [])
 
 
+def test_the_field_of_the_answers_is_not_guessed_to_be_the_prompts(check: Check, folder: Path) -> None:
+    (folder / "mine.jsonl").write_text('{"task": "a", "answer": "b"}\n')
+    text = "name: a\nmodel: {init: tiny}\ndata: {source: mine.jsonl, prompt_field: answer_text}\n"
+    (line,) = check(text + "reward: rewards.py:score\n")
+    assert line.endswith("no text in field answer_text (fields: answer, task); set data.prompt_field")
+
+
 @pytest.mark.parametrize(
     ("source", "problem"),
     [

@@ -179,7 +179,8 @@ def _prompt_line_problem(line: str, source: Any, *, is_first: bool) -> str | Non
     if problem is None:
         return None
     close = close_match(field, list(row))
-    is_misspelt = problem[1] == "set data.prompt_field" and close and close != field
+    is_answer = any(close == keys[0] for keys in ANSWERS)
+    is_misspelt = problem[1] == "set data.prompt_field" and close and close != field and not is_answer
     if problem[1] == "set data.prompt_field" and not is_first:
         return f"{problem[0]}; correct this line: those before it have {field}"
     return f"{problem[0]}; {f'set prompt_field: {close}' if is_misspelt else problem[1]}"
