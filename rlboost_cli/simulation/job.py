@@ -335,8 +335,9 @@ def _of_clouds(job: Job, offers: list[CloudOffer], head: float | None) -> _Machi
     ]
     days = [quote.as_of for offer in offers for quote in shipped_book().of(offer)]
     if days:
-        newer = "; rlboost prices --live asks EC2" if any(o.infra.startswith("aws") for o in offers) else ""
-        notes.append(f"prices are those shipped with rlboost, of {min(days)}{newer}")
+        notes.append(
+            f"prices are those shipped with rlboost, of {min(days)}; rlboost prices --live has today's of EC2"
+        )
     if job.trainer.place is None:
         notes.append(
             "the head is in no known cloud: its weights reach the machines at that speed and free of egress;"
