@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,3 +56,23 @@ def test_a_twin_of_the_recipe_runs_to_its_end(cli: Any, recipe: str) -> None:
     assert any("eval_reward_mean" in line for line in lines)
     assert json.loads(run.job_json.read_text())["algorithm"]["loss"] == sections["algorithm"]["loss"]
     cli.assert_gone(recipe)
+
+
+@pytest.mark.parametrize("recipe", rlboost_templates.recipes())
+def test_a_recipe_says_what_its_plan_says_of_spot(recipe: str, cli: Any, tmp_path: Path) -> None:
+    text = rlboost_templates.text(recipe)
+    (tmp_path / "job.yaml").write_text(text)
+    plan = json.loads(cli("plan", tmp_path / "job.yaml", "--json").stdout)
+    said = text.splitlines()[1]
+    pays = {
+        True: "# Spot pays here: ",
+        False: "# Spot is for speed here, ",
+        None: "# Whether spot pays is not known",
+    }
+    assert said.startswith(pays[plan["forecast"]["spot_pays"]]), said
+    percent = re.search(r"(\d+) % (less|dearer)", said)
+    assert (percent is None) == (plan["forecast"]["spot_pays"] is None)
+    if percent is not None:
+        saving = plan["forecast"]["on_demand"]["saving_fraction"]
+        told = int(percent[1]) / 100 * (1 if percent[2] == "less" else -1)
+        assert saving == pytest.approx(told, abs=0.05), said
