@@ -6,6 +6,8 @@ from the start of a run's first step; dollars also have what was spent before it
 
 from __future__ import annotations
 
+import math
+import statistics
 from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
@@ -21,6 +23,7 @@ from rlboost_runtime.run.checkpoints import ancestors_of
 from rlboost_runtime.run.create import flat_fields
 from rlboost_runtime.run.folder import RunFolder, read_json
 
+SEED = "algorithm.seed"
 REWARD_STEPS = 10
 """A reward is the mean of so many steps, the newest ones: a single step is noise."""
 
@@ -75,6 +78,22 @@ class SamePoint(msgspec.Struct):
     """None: the run's first step went beyond that."""
 
 
+class OverSeeds(msgspec.Struct):
+    """Runs whose jobs differ in their seed only, where all of them had reached the same step."""
+
+    runs: list[str]
+    fields: dict[str, Any]
+    """What tells their jobs from those of the other runs that are compared."""
+    step: int
+    reward_mean: float | None
+    reward_error: float | None
+    """Standard error of the mean over the runs, as the next one's; None where a run has no such figure."""
+    eval_reward_mean: float | None
+    eval_reward_error: float | None
+    usd: float
+    """Mean over the runs."""
+
+
 class RunComparison(msgspec.Struct):
     """What `rlboost compare --json` prints."""
 
@@ -83,6 +102,8 @@ class RunComparison(msgspec.Struct):
     """Fields of the job that differ, with their value per run; a run that lacks the field is missing."""
     same: dict[str, SamePoint]
     """By steps, tokens, seconds and usd; empty while a run has no trained step."""
+    over_seeds: list[OverSeeds] = []
+    """Of two and more runs each."""
 
 
 def compare_runs(folders: Sequence[RunFolder]) -> RunComparison:
@@ -91,7 +112,8 @@ def compare_runs(folders: Sequence[RunFolder]) -> RunComparison:
         raise ConfigError("compare takes two or more different runs", "type: rlboost compare RUN RUN")
     columns = [_column(folder) for folder in folders]
     jobs = {folder.name: dict(flat_fields(read_json(folder.job_json) or {})) for folder in folders}
-    return RunComparison(columns, _changed(jobs), _same(columns))
+    changed = _changed(jobs)
+    return RunComparison(columns, changed, _same(columns), _over_seeds(columns, changed))
 
 
 def _changed(jobs: dict[str, dict[str, object]]) -> dict[str, dict[str, Any]]:
@@ -101,6 +123,38 @@ def _changed(jobs: dict[str, dict[str, object]]) -> dict[str, dict[str, Any]]:
         for field in fields
         if len({repr(job.get(field, ...)) for job in jobs.values()}) > 1
     }
+
+
+def _over_seeds(columns: Sequence[RunColumn], changed: dict[str, dict[str, Any]]) -> list[OverSeeds]:
+    fields = [field for field in changed if field != SEED]
+    groups: dict[str, list[RunColumn]] = {}
+    for column in columns:
+        groups.setdefault(repr([changed[field].get(column.run, ...) for field in fields]), []).append(column)
+    return [
+        _mean_of(group, {f: changed[f][group[0].run] for f in fields if group[0].run in changed[f]})
+        for group in groups.values()
+        if len(group) > 1 and all(column.curves.steps for column in group)
+    ]
+
+
+def _mean_of(group: Sequence[RunColumn], fields: dict[str, Any]) -> OverSeeds:
+    step = min(column.curves.steps[-1] for column in group)
+    points = [at for column in group if (at := at_value(column.curves, "steps", step)) is not None]
+    return OverSeeds(
+        [column.run for column in group],
+        fields,
+        step,
+        *_mean_and_error([at.reward_mean for at in points]),
+        *_mean_and_error([at.eval_reward_mean for at in points]),
+        round(statistics.fmean(at.usd for at in points), 6),
+    )
+
+
+def _mean_and_error(values: Sequence[float | None]) -> tuple[float | None, float | None]:
+    known = [value for value in values if value is not None]
+    if len(known) < len(values) or len(known) < 2:
+        return None, None
+    return statistics.fmean(known), statistics.stdev(known) / math.sqrt(len(known))
 
 
 def _column(folder: RunFolder) -> RunColumn:

@@ -13,17 +13,26 @@ from rlboost_runtime.money import money_places
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rlboost_cli.runs.compare import RunColumn, RunComparison, RunPoint
+    from rlboost_cli.runs.compare import OverSeeds, RunColumn, RunComparison, RunPoint
 
 _MAX_VALUE = 30
 """Columns of a job field's value."""
 _STEPS_SHOWN = 6
+_MOST_BESIDE = 3
+"""More runs than these are listed below one another."""
 
 
 def compare_lines(found: RunComparison) -> Iterator[str]:
     """Yield what differs between the jobs, each run as it is now, and all of them at the same points."""
     names = [column.run for column in found.runs]
-    if found.changed:
+    if found.changed and len(names) > _MOST_BESIDE:
+        below = [
+            ("" if index else field, name, _value(values, name))
+            for field, values in found.changed.items()
+            for index, name in enumerate(names)
+        ]
+        yield table(("job field", "run", "value"), below)
+    elif found.changed:
         rows: list[tuple[object, ...]] = [
             (field, *(_value(values, name) for name in names)) for field, values in found.changed.items()
         ]
@@ -35,12 +44,16 @@ def compare_lines(found: RunComparison) -> Iterator[str]:
     for fork in (column for column in found.runs if column.ancestors):
         ancestors = ", from ".join(fork.ancestors)
         yield f"{fork.run} continues from {ancestors}: tokens, time and dollars are its own."
-    yield f"reward: mean of the last {REWARD_STEPS} steps. spent: with what came after the last step."
+    yield f"reward: mean of the last {REWARD_STEPS} steps. time: since the first step's start."
+    yield "spent, $/Mtok: all of the run. dollars: up to the step's end."
     if not found.same:
         waiting = ", ".join(c.run for c in found.runs if not c.curves.steps)
         yield f"\nNothing to compare yet: no trained step of {waiting}."
         return
     yield ""
+    if found.over_seeds:
+        yield from _over_seeds(found.over_seeds)
+        yield ""
     yield from _by_step(found.runs, int(found.same["steps"].at))
     yield ""
     rows = [
@@ -60,8 +73,29 @@ def _row(run: str, last: RunPoint | None, spent: float, state: str) -> tuple[obj
     return (
         *(run, state, last.step, _figure(last.reward_mean), _figure(last.eval_reward_mean)),
         *(f"{last.tokens:,}", _rate(last), duration(last.seconds), _money(spent)),
-        usd(last.usd_per_million_tokens),
+        usd(1e6 * spent / last.tokens if last.tokens else None),
     )
+
+
+def _over_seeds(groups: Sequence[OverSeeds]) -> Iterator[str]:
+    """Yield the mean and its standard error of runs that differ in their seed only."""
+    rows = [
+        (
+            ", ".join(f"{field.rpartition('.')[2]} {value}" for field, value in group.fields.items())
+            or "all",
+            *(len(group.runs), group.step),
+            _with_error(group.reward_mean, group.reward_error),
+            _with_error(group.eval_reward_mean, group.eval_reward_error),
+            _money(group.usd),
+        )
+        for group in groups
+    ]
+    yield table(("over seeds", "runs", "step", "reward", "held out", "dollars"), rows)
+    yield "+-: standard error of the mean over the runs. dollars: their mean."
+
+
+def _with_error(mean: float | None, error: float | None) -> str:
+    return dash(None if mean is None or error is None else f"{mean:.3f} +- {error:.3f}")
 
 
 def _by_step(columns: Sequence[RunColumn], last: int) -> Iterator[str]:
@@ -69,17 +103,13 @@ def _by_step(columns: Sequence[RunColumn], last: int) -> Iterator[str]:
     first = max(column.curves.steps[0] for column in columns)
     span = last - first
     shown = sorted({first + round(i * span / (_STEPS_SHOWN - 1)) for i in range(_STEPS_SHOWN)})
-    headers = ["step", *(f"{c.run} {what}" for what in ("reward", "tok/s", "dollars") for c in columns)]
-    rows = []
+    rows: list[tuple[object, ...]] = []
     for step in shown:
-        points = [at_value(column.curves, "steps", step) for column in columns]
-        cells = [
-            *(_figure(at.reward_mean if at else None) for at in points),
-            *(None if at is None else _rate(at) for at in points),
-            *(None if at is None else _money(at.usd) for at in points),
-        ]
-        rows.append((step, *cells))
-    yield table(headers, rows)
+        for index, column in enumerate(columns):
+            at = at_value(column.curves, "steps", step)
+            cells = (None, None, None) if at is None else (_figure(at.reward_mean), _rate(at), _money(at.usd))
+            rows.append(("" if index else step, column.run, *cells))
+    yield table(("step", "run", "reward", "tok/s", "dollars"), rows)
 
 
 def _same_words(found: RunComparison) -> dict[str, str]:

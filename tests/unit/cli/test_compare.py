@@ -16,12 +16,22 @@ from rlboost_runtime.run.folder import RunFolder, write_json
 
 
 def make_run(
-    name: str, group: int, num_steps: int, step_s: float, usd_per_hour: int, tokens: int = 1000
+    name: str,
+    group: int,
+    num_steps: int,
+    step_s: float,
+    usd_per_hour: int,
+    tokens: int = 1000,
+    seed: int = 0,
+    reward: float = 0.0,
 ) -> None:
     """A run of a machine that began 100 s before the first step; the reward rises by 0.01 a step."""
     run = RunFolder.named(name)
     run.path.mkdir(parents=True)
-    write_json(run.job_json, {"name": name, "algorithm": {"group_size": group, "steps": 40}, "files": []})
+    write_json(
+        run.job_json,
+        {"name": name, "algorithm": {"group_size": group, "steps": 40, "seed": seed}, "files": []},
+    )
     write_json(run.outcome, {"state": "done"})
     ledger = Ledger(run.ledger)
     price = usd_per_hour * 1_000_000
@@ -31,7 +41,12 @@ def make_run(
     for step in range(num_steps):
         began = 1000.0 + step * step_s
         ledger.record_step(
-            step, started_at=began, ended_at=began + step_s, tokens=tokens, reward_mean=step / 100, metrics={}
+            step,
+            started_at=began,
+            ended_at=began + step_s,
+            tokens=tokens,
+            reward_mean=reward + step / 100,
+            metrics={},
         )
         held_out = {"eval_reward_mean": 0.5 + step / 100} if step % 10 == 0 else {}
         lines.append(json.dumps({"step": step, "reward_mean": step / 100} | held_out) + "\n")
@@ -88,8 +103,10 @@ def test_a_person_sees_what_was_changed_and_what_came_of_it(home: Path) -> None:
     assert lines[1].split() == ["algorithm.group_size", "8", "16"]
     (fast,) = [line.split() for line in lines if line.startswith("fast")]
     assert fast == ["fast", "done", "21", "0.155", "0.700", "31,500", "150", "4", "min", "$6.20", "$196.83"]
-    (last,) = [line.split() for line in lines if line.startswith("  21 ")]
-    assert last == ["21", "0.155", "0.155", "50", "150", "$5.20", "$6.20"]
+    assert all(len(line) <= 80 for line in lines)
+    at = next(i for i, line in enumerate(lines) if line.split()[:2] == ["21", "slow"])
+    assert lines[at].split() == ["21", "slow", "0.155", "50", "$5.20"]
+    assert lines[at + 1].split() == ["fast", "0.155", "150", "$6.20"]
     assert any(
         line.split() == ["$6.20", "slow", "26", "0.205", "26,000", "9", "min", "$6.20"] for line in lines
     )
@@ -104,3 +121,22 @@ def test_a_run_without_a_step_is_named_and_no_run_is_compared_with_itself(home: 
     for names in (["slow"], ["slow", "slow"], ["slow", "fast", "slow"]):
         assert "two or more different runs" in rlboost("compare", *names, code=2).output
     assert "nobody" in rlboost("compare", "slow", "nobody", code=3).output
+
+
+def test_runs_that_differ_in_the_seed_only_have_error_bars(home: Path) -> None:
+    for seed, reward in enumerate((0.0, 0.1, 0.2), 1):
+        make_run(f"seed-{seed}", 8, 20 + seed, 20.0, 36, seed=seed, reward=reward)
+    names = ["seed-1", "seed-2", "seed-3"]
+    (group,) = json.loads(rlboost("compare", *names, "fast", "--json").stdout)["over_seeds"]
+    assert (group["runs"], group["fields"], group["step"]) == (names, {"algorithm.group_size": 8}, 21)
+    assert group["reward_mean"] == pytest.approx(0.255)
+    assert group["reward_error"] == pytest.approx(0.1 / 3**0.5)
+    said = rlboost("compare", *names, "fast").stdout.splitlines()
+    assert ["algorithm.group_size", "seed-1", "8"] in [line.split() for line in said]
+    assert all(len(line) <= 80 for line in said)
+    assert any(
+        line.split() == ["group_size", "8", "3", "21", "0.255", "+-", "0.058", "-", "$5.20"]
+        or line.split()[:8] == ["group_size", "8", "3", "21", "0.255", "+-", "0.058", "0.700"]
+        for line in said
+    ), said
+    assert json.loads(rlboost("compare", "slow", "fast", "--json").stdout)["over_seeds"] == []
