@@ -272,6 +272,8 @@
 
   const LINES = ["--accent", "--spot", "--reserved", "--boot", "--warn", "--bad", "--text", "--dim"];
   const AXES = { steps: "steps", tokens: "tokens", seconds: "seconds", usd: "dollars" };
+  const POINTS = { steps: (x) => `step ${whole(x)}`, tokens: (x) => `${whole(x)} tokens`, seconds: duration, usd };
+  const withError = (mean, error) => isNumber(error) ? `${number(mean)} ± ${number(error)}` : "-";
   function Comparison() {
     const [chosen, setChosen] = useState(new URLSearchParams(location.search).getAll("run"));
     const [{ names, found }, setData] = useState({ names: [], found: null }), [by, setBy] = useState("steps");
@@ -299,9 +301,13 @@
       ${found && html`<${Section} title="Curves"><div class="row"><label>Over <select value=${by} onChange=${(e) => setBy(e.target.value)}>
           ${Object.entries(AXES).map(([axis, words]) => html`<option key=${axis} value=${axis}>${words}</option>`)}</select></label></div>
         <div class="charts">${curve("reward_mean", "Mean reward of a step.")}${curve("eval_reward_mean", "Mean reward on held-out prompts.")}</div><//>
-      <${Section} title="At the same point"><${Scroll} label="Table of the runs at the same point"><table><thead><tr>${["At the same", "Run", "Step", "Reward", "Tokens", "Time", "Spent"].map((each) => html`<th scope="col" key=${each}>${each}</th>`)}</tr></thead>
-        <tbody>${Object.entries(found.same).flatMap(([axis, point]) => Object.entries(point.runs).map(([run, at]) => html`<tr key=${axis + run}><td>${AXES[axis]}: ${number(point.at, 6)}</td><td>${run}</td>
+      <${Section} title="At the same point"><${Scroll} label="Table of the runs at the same point"><table><thead><tr>${["At the same", "Run", "Step", "Reward, mean of 10 steps", "Tokens", "Time", "Dollars"].map((each) => html`<th scope="col" key=${each}>${each}</th>`)}</tr></thead>
+        <tbody>${Object.entries(found.same).flatMap(([axis, point]) => Object.entries(point.runs).map(([run, at]) => html`<tr key=${axis + run}><td>${POINTS[axis](point.at)}</td><td>${run}</td>
           ${cells(at).map((each, i) => html`<td key=${i}>${each}</td>`)}</tr>`))}</tbody></table><//><//>
+      ${found.over_seeds.length > 0 && html`<${Section} title="Over seeds"><p class="dim">Runs that differ in their seed only, at the last step that all have reached; ± is the standard error of the mean.</p>
+        <${Scroll} label="Means over seeds"><table><thead><tr>${["Job", "Runs", "Step", "Reward, mean of 10 steps", "Held out", "Dollars, mean"].map((each) => html`<th scope="col" key=${each}>${each}</th>`)}</tr></thead>
+        <tbody>${found.over_seeds.map((each) => html`<tr key=${each.runs[0]}><td>${Object.entries(each.fields).map(([field, value]) => `${field} ${value}`).join(", ") || "all"}</td><td>${each.runs.join(", ")}</td>
+          <td class="num">${each.step}</td><td>${withError(each.reward_mean, each.reward_error)}</td><td>${withError(each.eval_reward_mean, each.eval_reward_error)}</td><td class="num">${usd(each.usd)}</td></tr>`)}</tbody></table><//><//>`}
       <${Section} title="Changed fields of the job"><${Scroll} label="Changed fields"><table><thead><tr><th scope="col">Field</th>${found.runs.map((run) => html`<th scope="col" key=${run.run}>${run.run}</th>`)}</tr></thead>
         <tbody>${Object.entries(found.changed).map(([field, values]) => html`<tr key=${field}><td>${field}</td>${found.runs.map((run) => html`<td key=${run.run}>${run.run in values ? JSON.stringify(values[run.run]) : "-"}</td>`)}</tr>`)}</tbody></table><//><//>`}</main>`;
   }
