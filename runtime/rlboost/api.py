@@ -192,9 +192,11 @@ class Run:
 
     @_explained()
     def samples(self, step: int | None = None) -> DataFrame | list[dict[str, Any]]:
-        """Return sampled responses with prompt and reward, of one step or of all: as `metrics` returns rows.
+        """Return a step's best, median and worst response with prompt and reward, or those of all steps, as
+        `metrics` returns rows.
 
-        `step` counts from 1. Raises `NotFound` where the run has no samples of it.
+        They are examples to read: statistics over them are biased, and those over all responses are in
+        `metrics`. `step` counts from 1. Raises `NotFound` where the run has no samples of it.
         """
         look_at(self._folder, output.progress, logs=True)
         if step is None:
