@@ -23,7 +23,7 @@ WIDTH = 80
 
 def ended_lines(name: str, state: str, status: Status, report: CostReport) -> list[str]:
     """Return a summary and a short cost report."""
-    lines = [f"{name} {'is ' if state == 'done' else ''}{state}{_how_far(status)}"]
+    lines = [f"{name} {'is ' if state == 'done' else ''}{state}{_how_far(status, report)}"]
     if learnt := _reward([r for r in status.reward_history if r is not None]):
         lines += labelled("learned", learnt)
     lines += labelled("eval", *(evaluation_course(each) for each in status.evaluations))
@@ -65,12 +65,14 @@ def warning_lines(name: str, warning: str, left: Sequence[MachineRecord]) -> lis
     ]
 
 
-def _how_far(status: Status) -> str:
+def _how_far(status: Status, report: CostReport) -> str:
     if status.steps is None:
         return ""
     took = ""
     if status.started_at is not None and status.at is not None:
         took = f" in {duration(status.at - status.started_at)}"
+        if any(machine.pool == "reserved" and machine.num_lives > 1 for machine in report.machines):
+            took += ", with the time before it was resumed"
     return f": {status.step} of {status.steps} steps{took}"
 
 

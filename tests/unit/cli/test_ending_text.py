@@ -6,7 +6,7 @@ import msgspec
 
 from rlboost_cli.views.ending import ended_lines, next_lines, warning_lines
 from rlboost_runtime.billing.launch_records import MachineRecord
-from rlboost_runtime.billing.report import BudgetState, CostReport, Counterfactual, OutsideSteps
+from rlboost_runtime.billing.report import BudgetState, CostReport, Counterfactual, MachineCost, OutsideSteps
 from rlboost_runtime.protocol.status import Status, read_status
 
 STATUS = read_status(
@@ -60,6 +60,16 @@ def test_what_is_not_known_is_not_said() -> None:
     ]
     dearer = report(counterfactual=msgspec.structs.replace(ON_DEMAND, saving_fraction=-0.5))
     assert ended_lines("r", "done", STATUS, dearer)[-1].endswith("50% more")
+
+
+def test_the_time_of_a_resumed_run_says_what_is_in_it() -> None:
+    machine = MachineCost(
+        id="head", pool="reserved", provider="local", zone="here", accelerator="cpu", state="ended",
+        started_at=0.0, ended_at=1.0, num_lives=2, billed_s=1.0, price_usd_per_hour=1.0, price_source="job",
+        cost_usd=1.0, useful_usd=1.0, wasted_usd={},
+    )  # fmt: skip
+    first = ended_lines("r", "done", STATUS, report(machines=[machine]))[0]
+    assert first == "r is done: 10 of 10 steps in 5 min, with the time before it was resumed"
 
 
 def test_the_cost_comes_with_its_reason() -> None:
