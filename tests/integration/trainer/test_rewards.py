@@ -128,11 +128,17 @@ def test_only_the_parameters_that_a_function_has_are_passed(tmp_path):
 @pytest.mark.parametrize(
     ("code", "told"),
     [
-        ("def score(completion): return 1", "completion are unknown; there are prompt, response, row"),
+        (
+            "def score(completion): return 1",
+            "takes completion, but a reward gets prompt, response, row",
+        ),
         ("def other(): return 1", "no function score"),
         ("def score(:", "SyntaxError"),
         ("raise RuntimeError('at import')", "at import"),
-        ("def score(responses, answer): return []", "answer are unknown; there are prompt, responses, row"),
+        (
+            "def score(responses, answer): return []",
+            "takes answer, but a reward gets prompt, responses, row",
+        ),
         ("import os; os._exit(1)", "its process ended"),
     ],
 )

@@ -864,6 +864,6 @@ def test_a_persons_mistake_ends_with_78_and_is_said(tmp_path):
         _, errors = process.communicate(timeout=100)
     assert process.returncode == 78, errors.decode()
     (failed,) = coordinator.of(RunFailed)
-    assert "completion are unknown" in failed.problem
+    assert "takes completion, but" in failed.problem
     explained = [json.loads(line) for line in errors.splitlines() if b"process.failed" in line]
     assert explained[-1]["remedy"] == failed.remedy

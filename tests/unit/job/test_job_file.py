@@ -858,6 +858,32 @@ def test_a_prompt_file_must_hold_prompts(
     assert check(text) == ([f"job.yaml:4: data.source: {problem}"] if problem else [])
 
 
+@pytest.mark.parametrize(
+    ("function", "problem"),
+    [
+        ("def score(response, row, *, strict=True): return 1", None),
+        ("async def score(responses, **more): return []", None),
+        ("@wraps\ndef score(completion): return 1", None),
+        (
+            "def score(completion, row): return 1",
+            "found mine.py:1: score takes completion, but a reward gets prompt, response, row; correct it",
+        ),
+        (
+            "\ndef score(responses, response, gold): return 1",
+            "found mine.py:2: score takes response, gold, but a reward gets prompt, responses, row;"
+            " correct it",
+        ),
+    ],
+)
+def test_a_rewards_parameters_are_checked(
+    check: Check, folder: Path, function: str, problem: str | None
+) -> None:
+    (folder / "mine.py").write_text(function + "\n")
+    (folder / "mine.jsonl").write_text('{"prompt": "a"}\n')
+    text = "name: a\nmodel: {init: tiny}\ndata: {source: mine.jsonl}\nreward: mine.py:score\n"
+    assert check(text) == ([f"job.yaml:4: reward: {problem}"] if problem else [])
+
+
 def test_the_field_of_the_answers_is_not_guessed_to_be_the_prompts(check: Check, folder: Path) -> None:
     (folder / "mine.jsonl").write_text('{"task": "a", "answer": "b"}\n')
     text = "name: a\nmodel: {init: tiny}\ndata: {source: mine.jsonl, prompt_field: answer_text}\n"

@@ -24,6 +24,7 @@ from rlboost_runtime.job import BUILT_IN_REWARDS, CHAT_TEMPLATES
 from rlboost_runtime.job.data import prompt_problem
 from rlboost_runtime.job.file.shape import close_match, shown
 from rlboost_runtime.job.file.tree import FieldPath, Mistake, dotted
+from rlboost_runtime.protocol.reward_parameters import GROUP_OFFERED, OFFERED, unknown_in_words
 from rlboost_runtime.traces import load_trace
 
 PROMPT_LINES_CHECKED = 1000
@@ -314,7 +315,7 @@ def _reward_problem(reward: str, sources: list[Any], base: Path) -> str | None:
         known = ", ".join(BUILT_IN_REWARDS)
         hint = f"did you mean {close[0]}?" if close else f"write FILE.py:FUNCTION or one of {known}"
         return f"found {shown(reward)}; {hint}"
-    return _python_problem(reward, base, "FUNCTION", ("rewards", "score"))
+    return _python_problem(reward, base, "FUNCTION", ("rewards", "score")) or _parameter_problem(reward, base)
 
 
 def _check_environment(data: dict[str, Any], base: Path) -> Iterator[Mistake]:
@@ -341,6 +342,29 @@ def _python_problem(
     return _file_problem(file, base, "a Python file") or _function_problem(
         base / file, file, function, with_classes=with_classes
     )
+
+
+def _parameter_problem(reward: str, base: Path) -> str | None:
+    """Return which parameters of FILE.py:FUNCTION a reward does not get. Functions that the file does not
+    define itself, or changes by a decorator, are the run's to judge."""
+    file, _, function = reward.rpartition(":")
+    for node in ast.parse((base / file).read_bytes()).body:
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.name != function:
+            continue
+        if node.decorator_list:
+            return None
+        all_of = node.args
+        positional = [*all_of.posonlyargs, *all_of.args]
+        without = positional[: len(positional) - len(all_of.defaults)]
+        without += [a for a, d in zip(all_of.kwonlyargs, all_of.kw_defaults, strict=True) if d is None]
+        is_group = any(each.arg == "responses" for each in (*positional, *all_of.kwonlyargs))
+        offered = GROUP_OFFERED if is_group else OFFERED
+        only_by_place = {each.arg for each in all_of.posonlyargs}
+        unknown = [each.arg for each in without if each.arg not in offered or each.arg in only_by_place]
+        if unknown:
+            words = unknown_in_words(unknown, offered)
+            return f"found {file}:{node.lineno}: {function} {words}; correct it"
+    return None
 
 
 def _first_lacks(prompts: Path, *keys: str) -> bool:

@@ -40,6 +40,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from rlboost_runtime.protocol.reward_parameters import GROUP_OFFERED, OFFERED, unknown_in_words
 from rlboost_runtime.trainer.rewards.builtin import built_in
 from rlboost_runtime.trainer.rewards.outcome import (
     Answer,
@@ -50,8 +51,6 @@ from rlboost_runtime.trainer.rewards.outcome import (
     explain_exception,
 )
 
-OFFERED = ("prompt", "response", "row")
-GROUP_OFFERED = ("prompt", "responses", "row")
 _TOO_LATE = "no answer within reward_timeout_s"
 _runner = asyncio.Runner()
 _HEADER = struct.Struct("<I")
@@ -245,7 +244,7 @@ def adapt(function: Callable[..., object], offered: tuple[str, ...]) -> Callable
     required = [p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_ONLY]
     required += [p.name for p in named if p.default is p.empty and p.name not in offered]
     if required:
-        raise ValueError(f"parameters {', '.join(required)} are unknown; there are {', '.join(offered)}")
+        raise ValueError(unknown_in_words(required, offered))
     wanted = offered if takes_all else tuple(p.name for p in named if p.name in offered)
     return lambda call: function(**{name: getattr(call, name) for name in wanted})
 
