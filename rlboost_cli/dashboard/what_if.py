@@ -62,14 +62,15 @@ class WhatIf:
 
 def options_of(run: RunFolder) -> dict[str, Any]:
     """Return the options as `plan --json` has them, cheapest tokens first, or why there are none."""
-    from rlboost_cli.planning.plan import basis_of
+    from rlboost_cli.planning.plan import basis_of, noise_in_words
     from rlboost_cli.planning.projection import project
 
     try:
         found = project(read_resolved(run.job_json), run.files, with_options=True)
     except RLBoostError as error:
         return {"problem": f"not simulated: {error.problem}"}
-    return {"basis": basis_of(found), "options": [asdict(option) for option in found.options]}
+    basis = f"{basis_of(found)}; {noise_in_words(found)}"
+    return {"basis": basis, "options": [asdict(option) for option in found.options]}
 
 
 if __name__ == "__main__":

@@ -219,6 +219,7 @@ def _describe_projection(found: Projection, plan: LaunchPlan) -> list[str]:
             "",
             *(f"  {line}" for line in table(headers, rows).splitlines()),
             "  * the job as it is",
+            *wrap(noise_in_words(found), 79, initial_indent="  ", subsequent_indent="  "),
             "",
         ]
     return [*lines, *_labelled("basis", basis_of(found))]
@@ -235,6 +236,17 @@ def basis_of(found: Projection) -> str:
         f"simulated, not measured: {steps} of {SEEDS} runs; 19 of 20 runs would lie within"
         f" the interval; {'; '.join(found.notes)}"
     )
+
+
+def noise_in_words(found: Projection) -> str:
+    """Return which differences between alternatives say nothing: those within the job's own interval."""
+    noise = [
+        f"{each.half_width / each.mean:.0%} in {what}"
+        for what, each in (("time", found.hours), ("cost", found.usd))
+        if each.half_width is not None and each.mean
+    ]
+    least = f"; differences below {' and '.join(noise)} may be chance" if noise else ""
+    return f"each alternative is simulated once, on the same market{least}"
 
 
 def _option_cells(option: Option) -> tuple[str, str, str]:

@@ -488,6 +488,8 @@ def test_a_plan_of_a_job_that_nobody_measured_is_simulated(home: Path) -> None:
     assert "on demand only at $10.00 per hour" in " ".join(text.split())
     assert all(len(line) < 80 for line in describe_plan(plan))
     found = plan_json(plan)["forecast"]
+    noise = found["usd"]["half_width"] / found["usd"]["mean"]
+    assert f"{noise:.0%} in cost may be chance" in " ".join(text.split())
     costs = [each["usd_per_million_tokens"] for each in found["alternatives"]]
     assert costs == sorted(costs)
     assert len(costs) >= 4
