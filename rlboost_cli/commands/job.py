@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -47,7 +49,10 @@ def init(
     from rlboost_cli.terminal import output, text
 
     if list_templates:
-        output.show(text.table(("template", "description"), new_job.template_rows()))
+        rows = new_job.template_rows()
+        if sys.stdout.isatty():
+            rows = text.wrapped(rows, shutil.get_terminal_size().columns)
+        output.show(text.table(("template", "description"), rows))
         return
     if foreign is None:
         template = template or "laptop"

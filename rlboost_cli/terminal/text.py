@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -28,6 +29,17 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
         ).rstrip()
         for row in cells
     )
+
+
+def wrapped(rows: Sequence[tuple[str, str]], columns: int) -> list[tuple[str, str]]:
+    """Return rows of a name and a sentence whose table has lines of at most `columns`, broken between
+    words."""
+    left = max(30, columns - max((len(name) for name, _ in rows), default=0) - 2)
+    return [
+        ("" if index else name, line)
+        for name, sentence in rows
+        for index, line in enumerate(textwrap.wrap(sentence, left, break_on_hyphens=False))
+    ]
 
 
 def dash(value: object) -> str:

@@ -228,7 +228,7 @@
     const newest = found.slice(-60).reverse();
     return html`<${Section} title="Samples"><div class="row"><label class="grow">Search in prompts and responses <input type="search" value=${text} onInput=${(e) => setText(e.target.value)} /></label>
       <span class="dim" role="status">${problem || `${found.length} found, newest ${newest.length} shown`}</span></div>
-      <${Scroll} label="List of samples">${newest.map((each, i) => html`<div class="sample" key=${each.step + "/" + i}><span class="dim">step ${each.step}, reward ${number(each.reward)}, ${whole(each.tokens)} tokens, ${each.finish_reason}</span>
+      <${Scroll} label="List of samples">${newest.map((each, i) => html`<div class="sample" key=${each.step + "/" + i}><span class="dim">step ${each.step}, reward ${number(each.reward)}, ${whole(each.tokens)} tokens${each.finish_reason === "length" ? ", truncated" : ""}</span>
         <pre>${each.prompt}</pre><pre>${each.response}</pre></div>`)}<//><//>`;
   }
 

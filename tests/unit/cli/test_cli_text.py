@@ -8,7 +8,7 @@ import typer
 
 from rlboost_cli.planning.agreement import agree
 from rlboost_cli.planning.plan import LaunchPlan, PlanLine, describe_plan, launch_plan, plan_json
-from rlboost_cli.terminal.text import table, tilde
+from rlboost_cli.terminal.text import table, tilde, wrapped
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.job import Job
 
@@ -108,3 +108,11 @@ def test_a_cloud_plan_is_asked_about_unless_it_is_free() -> None:
     assert "2 x aws/us-east-2, price unknown" in said
     assert "$0.00 per hour with the full fleet, plus the unknown prices above" in said
     assert plan_json(unknown)["offers"][1]["price_usd_per_hour"] is None
+
+
+def test_a_sentence_is_broken_between_words_and_its_name_stands_once() -> None:
+    rows = [("short", "a"), ("a-long-name", "words of a sentence " * 4)]
+    found = wrapped(rows, 45)
+    assert [name for name, _ in found] == ["short", "a-long-name", "", ""]
+    assert all(len(line) <= 45 for line in table(("name", "what"), found).splitlines())
+    assert " ".join(line for _, line in found[1:]) == ("words of a sentence " * 4).strip()
