@@ -28,6 +28,7 @@
   const Section = ({ title, children }) => html`<section aria-label=${title}><h2>${title}</h2>${children}</section>`;
   const Scroll = ({ label, children }) => html`<div class="scroll" tabindex="0" role="region" aria-label=${label}>${children}</div>`;
 
+  const yRange = (_, least, most) => least === most ? [Math.min(0, least ?? 0), Math.max(0, most ?? 0) || 1] : uPlot.rangeNum(least, most, 0.1, true);
   function Chart({ title, about, x, lines, unit }) {
     const box = useRef(null), plot = useRef(null);
     const theme = useTheme();
@@ -36,7 +37,7 @@
         plot.current?.destroy();
         const axis = { stroke: css("--dim"), grid: { stroke: css("--line"), width: 1 }, ticks: { stroke: css("--line") } };
         plot.current = new uPlot({
-          width: Math.max(200, box.current.clientWidth), height: 190, scales: { x: { time: false } },
+          width: Math.max(200, box.current.clientWidth), height: 190, scales: { x: { time: false }, y: { range: yRange } },
           series: [{ label: "step" }, ...lines.map((line) => ({ label: line.name, stroke: css(line.color), width: 1.5, spanGaps: true,
             points: { show: x.length < 40 }, value: (_, v) => number(v, 4) }))],
           axes: [axis, { ...axis, size: 72, values: (_, ticks) => ticks.map((t) => number(t)) }],
@@ -94,7 +95,7 @@
           .filter((name) => name.includes("_at_")).map((name) => `${name.replace("_at_", "@")} ${number(each.values[name])}`)].join(", ")} />`)}
       <${Tile} name="Throughput" value=${data.has_ended ? whole(mean(data.metrics.values.tokens_per_s)) : whole(status.tokens_per_s)}
         note=${data.has_ended ? "tokens/s trained, mean of the steps" : "tokens/s generated now"} />
-      <${Tile} name="Spent" value=${usd(cost.total_usd)} note=${data.has_ended ? `on ${cost.machines.length} machines` : `${usd(cost.rate_usd_per_hour)} per hour now`} />
+      <${Tile} name="Spent" value=${usd(cost.total_usd)} note=${data.has_ended ? `on ${cost.machines.length} machine${cost.machines.length === 1 ? "" : "s"}` : `${usd(cost.rate_usd_per_hour)} per hour now`} />
       <${Tile} name="Per million tokens" value=${usd(cost.usd_per_million_tokens)}
         note=${isNumber(other.usd_per_million_tokens) && isNumber(saving) ? `steps ${usd(other.usd_per_million_tokens * (1 - saving))}, on demand ${usd(other.usd_per_million_tokens)} (${other.basis.split(/[,:;]/)[0]}): ${saving >= 0 ? `${share(saving)} saved` : `spot cost ${share(-saving)} more`}` : ""} />
       <${Tile} name="Preemptions survived" value=${whole(lost)} note=${`${whole(status.preemptions?.noticed)} with notice`} />
