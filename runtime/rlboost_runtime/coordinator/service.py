@@ -41,6 +41,7 @@ from rlboost_runtime.coordinator.links.server import Handlers, bind, make_app, m
 from rlboost_runtime.coordinator.links.trainer import TrainerLink
 from rlboost_runtime.coordinator.links.weights import WeightTracker
 from rlboost_runtime.coordinator.observers.boot_times import BootTimes
+from rlboost_runtime.coordinator.observers.priors import PriorKeeper
 from rlboost_runtime.coordinator.observers.steps import ReservedMeter
 from rlboost_runtime.coordinator.observers.timeline import Timeline
 from rlboost_runtime.coordinator.observers.waste import WasteMeter
@@ -53,6 +54,7 @@ from rlboost_runtime.core.base.messages import (
     Pool,
     RunEnding,
 )
+from rlboost_runtime.core.base.prior import Prior
 from rlboost_runtime.core.core import Core
 from rlboost_runtime.core.state.machines import MachineState
 from rlboost_runtime.deploy.bootstrap import RESERVED_MACHINE, instances_of, make_bootstrap
@@ -64,6 +66,7 @@ from rlboost_runtime.money import parse_usd
 from rlboost_runtime.run.checkpoints import ancestors_of
 from rlboost_runtime.run.credentials import Revocations
 from rlboost_runtime.run.folder import RunFolder, give_up_reserve, read_json, write_json
+from rlboost_runtime.run.priors import PriorStore
 from rlboost_runtime.run.security import read_token
 from rlboost_runtime.seams import Clock, Disk
 
@@ -145,13 +148,14 @@ class Coordinator:
         reserved = ReservedMeter()
         self._waste = WasteMeter(self._ledger, core, totals, self._engines_on)
         self._timeline = Timeline(self._ledger, clock, core)
+        self._priors = PriorStore(job, run.name)
         self._driver = CoreDriver(
             run,
             recovered,
             clock,
             disk,
             self,
-            (self._timeline, reserved, self._waste, stats, self),
+            (self._timeline, reserved, self._waste, stats, PriorKeeper(self._priors, clock), self),
             keep_journal=job.evidence.keep_journal,
         )
         self._agents = AgentLinks(
@@ -240,7 +244,7 @@ class Coordinator:
         server = make_server(make_app(self._handlers(), read_token(self._run)), self._run)
         self._open_books()
         self._go_on_ending()
-        self._driver.begin(self._config)
+        self._driver.begin(self._config, await self._prior())
         for text in self._driver.repairs:
             log_event(log, "storage.repaired", level=logging.WARNING, problem=text)
             self._ledger.note(self._clock.wall(), "storage", text)
@@ -262,6 +266,17 @@ class Coordinator:
             for task in (*workers, leave, end):
                 task.cancel()
             server.should_exit = True
+
+    async def _prior(self) -> Prior | None:
+        """Return what a former run like this one measured, and note it; None for a run that has begun."""
+        if not (self._driver.is_new and self._job.rollout.use_priors):
+            return None
+        kept = await asyncio.to_thread(self._priors.read)
+        if kept is None:
+            return None
+        text = f"begins with what {kept.run} measured in {kept.prior.num_steps} steps"
+        self._ledger.note(self._clock.wall(), "prior", text)
+        return kept.prior
 
     def end_run(self, state: str, problem: str, remedy: str, exit_code: int | None = None) -> None:
         """End the run, once: `state` is done, failed, stopped or budget; None: the state's own exit code."""

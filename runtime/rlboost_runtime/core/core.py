@@ -55,6 +55,7 @@ from rlboost_runtime.core.base.messages import (
     VersionPublished,
     VersionRefused,
 )
+from rlboost_runtime.core.base.prior import GpuPrior, Prior
 from rlboost_runtime.core.base.timers import INSTANCE_TIMERS, Context, Counters, Timer
 from rlboost_runtime.core.base.token_cost import Measured
 from rlboost_runtime.core.check import check_core
@@ -65,7 +66,7 @@ from rlboost_runtime.core.rules import LIVE_RULES, Rules, named
 from rlboost_runtime.core.state.eligible import EligibleSet, Terms
 from rlboost_runtime.core.state.instances import Instance, InstanceTable
 from rlboost_runtime.core.state.machines import Machine, MachineState, MachineTable
-from rlboost_runtime.core.state.rates import Lengths
+from rlboost_runtime.core.state.rates import ENOUGH, Lengths, spread
 from rlboost_runtime.core.state.responses import Response, ResponseState, StepResponses
 from rlboost_runtime.core.window.seeding_window import (
     CountMeter,
@@ -97,6 +98,7 @@ class Core:
         self._published_at: float | None = None
         self._trained_at: float | None = None
         self._step_s: float | None = None
+        self._num_learned = self._num_prior_steps = 0
         self._rates: dict[str, tuple[float, float]] = {}
         self._presence = CountMeter()
         self._surplus = SurplusWatch()
@@ -234,6 +236,26 @@ class Core:
             whole_bytes=self._whole_bytes,
         )
 
+    def prior(self) -> Prior | None:
+        """Return what the run hands on to the next one like it; None before it has learned from a step."""
+        if not self._num_learned or not self._work.lengths.is_known:
+            return None
+        return Prior(
+            num_steps=self._num_learned,
+            window=self._seeding.prior(),
+            lengths=spread(self._work.lengths.first, ENOUGH),
+            engines=self._step_times.prior(),
+            gpus=tuple(GpuPrior(gpu, *rate) for gpu, rate in self._rates.items()),
+            step_s=self._step_s,
+            version_bytes=self._weight_bytes,
+            whole_bytes=self._whole_bytes,
+        )
+
+    @property
+    def num_prior_steps(self) -> int:
+        """Steps of a former run that this one began with what they showed; 0: it began with nothing."""
+        return self._num_prior_steps
+
     @property
     def counters(self) -> Counters:
         """Counts since the run began."""
@@ -370,6 +392,23 @@ class Core:
             return
         self._has_started = True
         self._build(Context(now=event.at, config=event.config))
+        if event.prior is not None:
+            self._begin_with(event.prior)
+
+    def _begin_with(self, prior: Prior) -> None:
+        self._num_prior_steps = prior.num_steps
+        self._seeding.begin_with(prior.window)
+        self._work.lengths.begin_with(prior.lengths)
+        self._step_times.begin_with(prior.engines)
+        self._rates = {known.gpu: (known.tokens_per_s, known.bandwidth) for known in prior.gpus}
+        self._step_s = prior.step_s
+        self._weight_bytes, self._whole_bytes = prior.version_bytes, prior.whole_bytes
+        self._size_fleet()
+
+    def _size_fleet(self) -> None:
+        self._worthwhile = worthwhile_instances(
+            self._seeding.n_prem, self._seeding.rates(), self._weight_bytes, self.config
+        )
 
     def _on_coordinator_restarted(self, event: CoordinatorRestarted) -> None:
         self._controller.coordinator_restarted()
@@ -423,9 +462,8 @@ class Core:
         seen = self.observation(event.at, event.wait_s, event.busy_s, event.handover_s)
         if seen is not None:
             self._seeding.learn(seen)
-            self._worthwhile = worthwhile_instances(
-                self._seeding.n_prem, self._seeding.rates(), self._weight_bytes, self.config
-            )
+            self._size_fleet()
+            self._num_learned += 1
         self._shrink(event.at)
 
     def _note_boot(self, instance: Instance, at: float) -> None:

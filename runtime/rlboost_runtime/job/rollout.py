@@ -236,6 +236,9 @@ class Rollout(Model):
     """The preemptible pool."""
     seeding_initial_s: float = Field(default=10.0, ge=0)
     """First seeding window (T_init), in seconds; adapted from then on."""
+    use_priors: bool = True
+    """Begin with what the newest run of the same model, machines and workload measured
+    (docs/concepts.md)."""
 
     def engines_on(self, accelerators: str | None) -> int:
         """Return how many engines a spot machine with `accelerators` runs: at least one."""

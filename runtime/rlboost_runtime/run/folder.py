@@ -240,6 +240,11 @@ def _checked(value: Any) -> Any:  # any JSON value
     return value
 
 
+def parse_json(data: bytes) -> Any:  # any JSON value
+    """Return what `write_json` wrote into a file with this content. Raises `ValueError` for anything else."""
+    return _checked(json.loads(data))
+
+
 _RENEWED = frozenset(
     f"{name}.json"
     for name in (
@@ -247,7 +252,8 @@ _RENEWED = frozenset(
         *("preparing", "mirror", "safe", "plan", "install", "notified", "backup"),
     )
 )
-"""Files that are written anew where they are absent, or can be missed, as can all in `processes`."""
+"""Files that are written anew where they are absent, or can be missed, as can all in `processes` and
+`priors`."""
 
 
 def read_json(path: Path) -> Any | None:  # any JSON value
@@ -257,11 +263,11 @@ def read_json(path: Path) -> Any | None:  # any JSON value
     then, and is kept as NAME.damaged. Raises `RuntimeFault` for any other.
     """
     try:
-        return _checked(json.loads(path.read_bytes()))
+        return parse_json(path.read_bytes())
     except FileNotFoundError:
         return None
     except ValueError as problem:
-        if path.name not in _RENEWED and path.parent.name != "processes":
+        if path.name not in _RENEWED and path.parent.name not in ("processes", "priors"):
             raise RuntimeFault(
                 f"{path} is damaged: {problem}", "restore it from a backup, or start a new run"
             ) from problem

@@ -32,6 +32,7 @@ from rlboost_runtime.core.base.messages import (
     Tick,
     Wake,
 )
+from rlboost_runtime.core.base.prior import Prior
 from rlboost_runtime.core.base.token_cost import MachineKind
 from rlboost_runtime.core.core import Core
 from rlboost_runtime.core.lease_controller import LeaseState
@@ -77,7 +78,14 @@ class World:
     """One run in virtual time."""
 
     def __init__(
-        self, preset: Preset, trace: Trace, setup: PolicySetup, seed: int, *, watch: Watch | None = None
+        self,
+        preset: Preset,
+        trace: Trace,
+        setup: PolicySetup,
+        seed: int,
+        *,
+        watch: Watch | None = None,
+        prior: Prior | None = None,
     ) -> None:
         self.agenda = Agenda()
         self.core = Core(setup.rules)
@@ -89,6 +97,7 @@ class World:
         self._preset = preset
         self._setup = setup
         self.watch = watch
+        self._prior = prior
         self._digest = hashlib.blake2b(digest_size=16)
         self._agents: dict[str, SimAgent] = {}
         self._of_machine: dict[str, list[SimAgent]] = {}
@@ -127,7 +136,7 @@ class World:
         self.cloud.begin()
         while (when := self.agenda.next_time()) == 0.0:
             self.agenda.step()
-        self.send(RunStarted(0.0, self._setup.config))
+        self.send(RunStarted(0.0, self._setup.config, prior=self._prior))
         self._start_reserved()
         if startup_s := self._preset.assumptions.startup_s:
             self.agenda.after(startup_s, self._trainer.begin)

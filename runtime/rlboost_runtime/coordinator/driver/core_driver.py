@@ -73,6 +73,7 @@ from rlboost_runtime.core.base.messages import (
     VersionPublished,
     Wake,
 )
+from rlboost_runtime.core.base.prior import Prior
 from rlboost_runtime.core.state.responses import Response
 from rlboost_runtime.errors import RuntimeFault
 from rlboost_runtime.logs import event as log_event
@@ -459,8 +460,9 @@ class CoreDriver:
 
     def _recover(self, clock: Clock, disk: Disk, read: EventReader) -> None:
         known, path = self.core.now, self.run.events
-        self._is_new = read.good_bytes == 0
-        away = 0.0 if self._is_new else max(0.0, clock.wall() - path.stat().st_mtime)
+        self.is_new = read.good_bytes == 0
+        """The run has not begun: its event log is empty."""
+        away = 0.0 if self.is_new else max(0.0, clock.wall() - path.stat().st_mtime)
         self.clock = RunClock(clock, known + away)
         if read.problem:
             shutil.copyfile(path, path.with_name("events.damaged.log"))
@@ -494,7 +496,7 @@ class CoreDriver:
         if read.good_bytes < last_mark:
             found = f"{self.run.events} has {read.good_bytes} bytes, the journal saw {last_mark}"
             return f"the event log has lost its end: {found}"
-        if self._is_new:
+        if self.is_new:
             has_begun = newest is not None or self.run.checkpoints.exists() or self.run.metrics.exists()
             return f"{self.run.events} is missing or empty although the run had begun" if has_begun else ""
         if self.totals.boot not in ("", _boot()):
@@ -596,10 +598,11 @@ class CoreDriver:
             if response < FIRST_REQUEST:
                 self.store.assign(assignment, response, instance)
 
-    def begin(self, config: CoreConfig) -> None:
-        """Start the run with `config`, or go on after a restart with what it was started with."""
-        if self._is_new:
-            self.apply(RunStarted(0.0, config, _boot()))
+    def begin(self, config: CoreConfig, prior: Prior | None = None) -> None:
+        """Start the run with `config` and what a former run measured, or go on after a restart with what it
+        was started with."""
+        if self.is_new:
+            self.apply(RunStarted(0.0, config, _boot(), prior))
         else:
             self.apply(CoordinatorRestarted(self.now(), _boot()))
         self.requests.begin(self.apply, self.now)

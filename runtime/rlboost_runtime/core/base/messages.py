@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from rlboost_runtime.core.base.cost_model import Prices
+from rlboost_runtime.core.base.prior import Prior
 from rlboost_runtime.core.base.token_cost import MachineKind
 
 BOOKED = "booked"
@@ -205,6 +206,8 @@ class RunStarted(_Timed):
     config: CoreConfig
     boot: str = ""
     """As `CoordinatorRestarted.boot`."""
+    prior: Prior | None = None
+    """What a former run like this one has measured; None: there was none."""
 
 
 @dataclass(frozen=True, slots=True)

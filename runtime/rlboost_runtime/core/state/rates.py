@@ -21,6 +21,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+from rlboost_runtime.core.base.prior import EnginePrior
+
 Kind = tuple[int, int]
 """A kind of engine: KV capacity and slots."""
 
@@ -126,6 +128,17 @@ class StepTimes:
         for line in self._lines.values():
             line.fade()
 
+    def prior(self) -> tuple[EnginePrior, ...]:
+        """Return the lines that heartbeats have shown, for the next run."""
+        lines = {kind: line.slope_and_start() for kind, line in self._lines.items()}
+        return tuple(EnginePrior(*kind, *known) for kind, known in lines.items() if known is not None)
+
+    def begin_with(self, prior: Iterable[EnginePrior]) -> None:
+        """Begin with the lines of a former run."""
+        for engine in prior:
+            kind = engine.kv_tokens, engine.max_running
+            self._lines[kind] = _Line(known=(engine.kv_token_s, engine.empty_s))
+
     def typical(self) -> EngineLine | None:
         """Return the kind that most heartbeats were of; None while they have not shown a line."""
         if not self._lines:
@@ -173,6 +186,8 @@ class Lengths:
         self._sorted: list[int] = []
         self._sum_from: list[int] = []
         self._squares = 0.0
+        self.first: tuple[int, ...] = ()
+        """Those of the run's first steps, at least `ENOUGH` where there were so many."""
 
     @property
     def is_known(self) -> bool:
@@ -192,6 +207,15 @@ class Lengths:
     def learn(self, finished: Iterable[int]) -> None:
         """Take in the lengths of one step's finished responses; old steps are forgotten."""
         step = tuple(finished)
+        if len(self.first) < ENOUGH:
+            self.first += step
+        self._take_in(step)
+
+    def begin_with(self, lengths: Sequence[int]) -> None:
+        """Begin with what a former run's first responses were like."""
+        self._take_in(lengths)
+
+    def _take_in(self, step: Sequence[int]) -> None:
         if not step:
             return
         self._steps.append(step)
@@ -210,3 +234,10 @@ class Lengths:
         if index == len(self._sorted):
             return float(so_far)
         return self._sum_from[index] / (len(self._sorted) - index)
+
+
+def spread(lengths: Sequence[int], most: int) -> tuple[int, ...]:
+    """Return at most so many of `lengths`, distributed as they are, in order of length."""
+    count = min(most, len(lengths))
+    ordered = sorted(lengths)
+    return tuple(ordered[(2 * i + 1) * len(ordered) // (2 * count)] for i in range(count))

@@ -40,6 +40,7 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 
 from rlboost_runtime.core.base.cost_model import BOTH, StepRates, best_window_s, rollout_s
+from rlboost_runtime.core.base.prior import FinishedRollout, WindowPrior
 from rlboost_runtime.core.state.rates import GenerationRate, Lengths, StepTimes
 from rlboost_runtime.core.state.responses import ResponseState, StepResponses
 from rlboost_runtime.core.window.seeding_window import (
@@ -78,19 +79,12 @@ TRY_SHARE = 1.2
 STARVED_SHARE = 0.02
 """A trainer that waited longer than this share of its training time was waiting for the last responses."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Rollout:
-    """A step's rollout after its window. Times in seconds."""
-
-    left: float
-    """Tokens per spot instance that were left at the closing."""
-    seconds: float
-    """From the closing to the last response."""
-    whole_s: float
-    """From the step's begin to the last response."""
-    num_spot: float
-    """Spot instances from the closing on."""
+_HANDED_ON = (
+    *("t_seed_s", "n_prem", "train_s_per_token", "busy_s_per_token", "slower", "step_tokens"),
+    *("start_s", "wake_s", "sleep_s", "handover_s", "finish_s"),
+)
+"""Fields that the next run begins with. What steps took with a window and without is not among them: it
+belongs to the fleets that there were."""
 
 
 @dataclass(slots=True)
@@ -125,7 +119,7 @@ class PredictedWindow(SeedingWindow):
     _look_at: float = -math.inf
     _looked_at: float = -math.inf
     _looked_with: int = -1
-    _rollouts: deque[_Rollout] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+    _rollouts: deque[FinishedRollout] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     _finishes: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED_FINISHES))
     _opened_at: float = 0.0
     _closed_at: float | None = None
@@ -213,7 +207,7 @@ class PredictedWindow(SeedingWindow):
         if training_s <= 0:
             return
         self.handover_s = _blend(self.handover_s or None, seen.t_handover)
-        self._rollouts.append(_Rollout(left / num_spot, rest_s, seen.t_remote, num_spot))
+        self._rollouts.append(FinishedRollout(left / num_spot, rest_s, seen.t_remote, num_spot))
         self.train_s_per_token = _blend(self.train_s_per_token, training_s / seen.num_tokens)
         self.step_tokens = _blend(self.step_tokens or None, float(seen.num_tokens))
         busy_s = training_s + finish_s
@@ -233,6 +227,21 @@ class PredictedWindow(SeedingWindow):
             chain_s=slower * ideal.chain_s,
             steps_s=slower * ideal.steps_s,
         )
+
+    def prior(self) -> WindowPrior:
+        """Return what has been learned, for the next run."""
+        learned = {name: getattr(self, name) for name in _HANDED_ON}
+        return WindowPrior(**learned, tokens_per_s=self.pace.tokens_per_s, rollouts=tuple(self._rollouts))
+
+    def begin_with(self, prior: WindowPrior) -> None:
+        """Begin with what a former run has learned."""
+        for name in _HANDED_ON:
+            setattr(self, name, getattr(prior, name))
+        self._rollouts.extend(prior.rollouts)
+        if self.finish_s:
+            self._finishes.append(self.finish_s)
+        if prior.tokens_per_s:
+            self.pace.learn(1.0, 1, 1.0 / prior.tokens_per_s)
 
     def _ideal(self) -> StepRates | None:
         """Return what a step would take if engines were always busy and as full as they get."""

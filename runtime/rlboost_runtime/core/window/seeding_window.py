@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 from rlboost_runtime.core.base.cost_model import StepRates, cheapest_machines
 from rlboost_runtime.core.base.messages import CoreConfig, SizeRule
+from rlboost_runtime.core.base.prior import WindowPrior
 from rlboost_runtime.core.state.responses import StepResponses
 
 SAME_COUNT = 1e-6
@@ -93,6 +94,14 @@ class SeedingWindow:
     def learn(self, seen: StepObservation) -> None:
         """Take in one trained step."""
         raise NotImplementedError
+
+    def prior(self) -> WindowPrior:
+        """Return what has been learned, for the next run."""
+        return WindowPrior(self.t_seed_s, self.n_prem)
+
+    def begin_with(self, prior: WindowPrior) -> None:
+        """Begin with what a former run has learned."""
+        self.t_seed_s, self.n_prem = prior.t_seed_s, prior.n_prem
 
 
 def instances_to_keep_up(seen: StepObservation, window_s: float, num_reserved: int) -> float:
