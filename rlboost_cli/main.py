@@ -11,6 +11,7 @@ there was a run.
 from __future__ import annotations
 
 import os
+import sys
 from collections import UserDict
 from collections.abc import Callable
 from importlib import import_module
@@ -20,7 +21,8 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from rlboost_cli.terminal.errors import explained
+from rlboost_cli.terminal.errors import as_json, explained, render
+from rlboost_runtime.errors import ConfigError
 
 if TYPE_CHECKING:
     Command = Any  # typer 0.2x carries its own click under a private name
@@ -41,11 +43,11 @@ def lazy_group(commands: dict[str, str]) -> type[TyperGroup]:
             super().__init__(**attributes | {"commands": {}})
             self.commands = _Commands(dict.fromkeys(commands))
 
-        def main(self, *args: Any, **extra: Any) -> Any:
+        def main(self, args: Any = None, *more: Any, **extra: Any) -> Any:
             try:
-                code = super().main(*args, **extra | {"standalone_mode": False})
+                code = super().main(args, *more, **extra | {"standalone_mode": False})
             except _UsageError as mistake:
-                code = _refused(mistake)
+                code = _refused(mistake, is_json="--json" in (sys.argv[1:] if args is None else args))
             raise SystemExit(code)
 
         def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:  # type: ignore[override]
@@ -67,14 +69,15 @@ _UsageError: Any = typer.BadParameter.__mro__[1]
 """Any mistake in what was typed; typer 0.2x keeps the class under a private name."""
 
 
-def _refused(mistake: Any) -> int:
+def _refused(mistake: Any, *, is_json: bool) -> int:
     """Show it as every other error is shown; return the exit code."""
     if type(mistake).__name__ == "NoArgsIsHelpError":
         mistake.show()
     else:
         words = mistake.format_message().rstrip(".")
         asked = f"{mistake.ctx.command_path} --help" if mistake.ctx else "rlboost --help"
-        typer.echo(f"error: {words[:1].lower()}{words[1:]}\n\nhint: {asked}", err=True)
+        error = ConfigError(f"{words[:1].lower()}{words[1:]}", asked)
+        typer.echo(as_json(error) if is_json else render(error), err=True)
     return int(mistake.exit_code)
 
 

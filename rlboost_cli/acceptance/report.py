@@ -137,9 +137,13 @@ def as_markdown(report: Report) -> str:
             + ", ".join(f"{name} {what}" for name, what in report.versions.items())
             + ".",
             "",
-            "| step | shows | result | found | seconds | at most |",
+            "| step | shows | result | found | seconds | bound |",
             "|---|---|---|---|---|---|",
             *rows,
+            "",
+            "Bound: what the step alone could cost if it took its whole deadline, or the budget if that is"
+            " less. Steps end long before: the bounds do not add up. All steps together stay within"
+            f" ${report.max_usd:.2f}.",
             "",
         ]
     )

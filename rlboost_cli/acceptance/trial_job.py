@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlboost_cli.terminal.text import counted
 from rlboost_providers.base.accelerators import MEMORY_GIB
 from rlboost_providers.base.prices import Quote, on_demand_prices, shipped_book
 from rlboost_providers.base.traits import cloud_traits, known_clouds
@@ -48,6 +49,18 @@ class Trial:
     max_usd: float
     usd_per_hour: float
     """The most that an hour of all machines costs."""
+
+    @property
+    def machines(self) -> str:
+        """What is bought, in words."""
+        head, spot = self.job.trainer, self.job.rollout.spot
+        offers = [
+            f"{offer.accelerators} in {offer.infra}" for offer in spot.any_of if isinstance(offer, CloudOffer)
+        ]
+        return (
+            f"a head with {head.accelerators} in {head.infra} and up to"
+            f" {counted(spot.max_instances, 'spot machine')} with {' or '.join(offers)}"
+        )
 
     @property
     def life_s(self) -> float:

@@ -68,7 +68,7 @@ def acceptance(
         elif not yes and not output.is_terminal():
             raise ConfigError(f"this buys machines for up to ${max_usd:g}", "add --yes to agree")
         elif not yes and not output.confirm(
-            f"buy machines at ${made.usd_per_hour:.2f} per hour, up to ${max_usd:g}?"
+            f"buy {made.machines}, for up to ${made.usd_per_hour:.2f} per hour and ${max_usd:g} in all?"
         ):
             raise typer.Exit(0)
         trainer = made.job.trainer

@@ -130,7 +130,7 @@ def doctor(
     for finding in examine(patient, lambda words: output.progress(f"... {words}")):
         diagnosis.findings.append(finding)
         if not as_json:
-            output.show("\n".join(lines_of(finding)))
+            output.show("\n".join(lines_of(finding, output.width())))
     if as_json:
         output.as_json(diagnosis.as_json(patient))
     else:

@@ -8,6 +8,7 @@ account is not); else 2. Warnings do not count.
 from __future__ import annotations
 
 import functools
+import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 BAD_INPUT = ConfigError.exit_code
 ACCOUNT = CredentialsRejected.exit_code
+_INDENT = 19
+"""Columns of verdict and check before what was found."""
 
 
 class Verdict(StrEnum):
@@ -143,10 +146,17 @@ class Diagnosis:
         }
 
 
-def lines_of(finding: Finding) -> Iterable[str]:
-    """Return a finding in words: what was found, and below it what to do."""
-    first, *more = finding.found.splitlines() or [""]
-    yield f"{finding.verdict:<5} {finding.check:<12} {first}"
-    yield from (f"{'':<19}{line}" for line in more)
-    if finding.remedy:
-        yield f"{'':<19}{finding.remedy}"
+def lines_of(finding: Finding, width: int | None = None) -> Iterable[str]:
+    """Return a finding in words: what was found, and below it what to do; broken between words at `width`."""
+    head = f"{finding.verdict:<5} {finding.check:<12} "
+    for line in (finding.found.splitlines() or [""]) + finding.remedy.splitlines():
+        for part in _broken(line, width):
+            yield f"{head}{part}"
+            head = " " * len(head)
+
+
+def _broken(line: str, width: int | None) -> list[str]:
+    if width is None:
+        return [line]
+    room = max(30, width - _INDENT)
+    return textwrap.wrap(line, room, break_long_words=False, break_on_hyphens=False) or [""]

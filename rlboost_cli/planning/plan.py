@@ -61,13 +61,13 @@ class LaunchPlan:
         return any(line.is_charged for line in self.lines)
 
     @property
-    def all_micro_usd_per_hour(self) -> int:
+    def dearest_micro_usd_per_hour(self) -> int:
         """What an hour with all machines is likely to cost, as far as prices are known, spot ones at the
         dearest offer. No bound: a bid may be above the price, and a dearer zone the only one that has any."""
         return self._all_at(max)
 
     @property
-    def least_micro_usd_per_hour(self) -> int:
+    def cheapest_micro_usd_per_hour(self) -> int:
         """The same with all spot ones at the cheapest offer, which is bought first."""
         return self._all_at(min)
 
@@ -113,11 +113,11 @@ def describe_plan(plan: LaunchPlan) -> list[str]:
     for line in plan.lines:
         count = f"{line.max_machines}" if line.pool == "reserved" else f"up to {line.max_machines}"
         lines.append(f"  {line.pool:<9}{count} x {line.infra}, {_price_in_words(line)}")
-    known = "" if plan.is_all_priced else ", plus the unknown prices above"
-    hour = format_usd(plan.all_micro_usd_per_hour)
-    if plan.least_micro_usd_per_hour != plan.all_micro_usd_per_hour:
-        hour = f"{format_usd(plan.least_micro_usd_per_hour)} to {hour}"
-    lines.append(f"  at most  {hour} per hour with the full fleet{known}")
+    known = ", at these prices" if plan.is_all_priced else ", plus the unknown prices above"
+    hour = format_usd(plan.dearest_micro_usd_per_hour)
+    if plan.cheapest_micro_usd_per_hour != plan.dearest_micro_usd_per_hour:
+        hour = f"{format_usd(plan.cheapest_micro_usd_per_hour)} to {hour}"
+    lines.append(f"  together {hour} per hour with the full fleet{known}")
     budget = "none: it runs until its steps are done" if plan.max_usd is None else f"${plan.max_usd:,.2f}"
     hourly = "" if plan.max_usd_per_hour is None else f", at most ${plan.max_usd_per_hour:,.2f} per hour"
     lines.append(f"  budget   {budget}{hourly}")
@@ -128,7 +128,12 @@ def describe_plan(plan: LaunchPlan) -> list[str]:
         where = {line.infra for line in plan.lines}
         place = "this machine" if where == {"local"} else "machines of your own"
         counts = "" if plan.max_usd is None else ", also for the budget"
-        lines.append(f"  runs on {place}: nothing is billed, prices are illustrative{counts}")
+        lines += wrap(
+            f"runs on {place}: nothing is billed, prices are illustrative{counts}",
+            79,
+            initial_indent="  ",
+            subsequent_indent=" " * 11,
+        )
     if plan.forecast is not None:
         lines += _describe_projection(plan.forecast, plan)
     elif plan.problem:
@@ -183,8 +188,8 @@ def plan_json(plan: LaunchPlan) -> dict[str, Any]:
             for line in plan.lines
         ],
         "is_charged": plan.is_charged,
-        "least_usd_per_hour": plan.least_micro_usd_per_hour / MICRO_USD_PER_USD,
-        "expected_usd_per_hour": plan.all_micro_usd_per_hour / MICRO_USD_PER_USD,
+        "cheapest_fleet_usd_per_hour": plan.cheapest_micro_usd_per_hour / MICRO_USD_PER_USD,
+        "dearest_fleet_usd_per_hour": plan.dearest_micro_usd_per_hour / MICRO_USD_PER_USD,
         "budget": {"max_usd": plan.max_usd, "max_usd_per_hour": plan.max_usd_per_hour},
         "fit": None if plan.fit is None else plan.fit.json(),
         "forecast": None if plan.forecast is None else _forecast_json(plan.forecast, plan),

@@ -168,6 +168,8 @@ def _stored(run: RunFolder) -> dict[str, Any]:
     if outcome is not None:
         data |= {"state": outcome.get("state", "stopped"), "outcome": outcome}
         data["cost"] = _closed(run, data.get("cost") or {})
+    if data.get("steps") is None:  # nothing has reported yet: the job says it
+        data["steps"] = (read_json(run.job_json) or {}).get("algorithm", {}).get("steps")
     return data
 
 

@@ -2,7 +2,8 @@
 
 A failure that we can explain is shown as `error:`, a blank line and `hint:`. Anything else is one line and
 the file that its traceback was written to: a traceback is never printed. With RLBOOST_ERRORS=json in the
-environment, as a command has it that another machine's `rlboost` runs here, an error is one line of JSON.
+environment, as a command has it that another machine's `rlboost` runs here, and with `--json`, an error is
+one line of JSON on standard error.
 """
 
 from __future__ import annotations
@@ -110,7 +111,8 @@ def explained(command: Callable[P, None]) -> Callable[P, None]:
 
     @functools.wraps(command)
     def edge(*args: P.args, **kwargs: P.kwargs) -> None:
-        show = _show_json if os.environ.pop(ERRORS_VARIABLE, "") == "json" else _show
+        is_json = os.environ.pop(ERRORS_VARIABLE, "") == "json" or kwargs.get("as_json") or kwargs.get("json")
+        show = _show_json if is_json else _show
         try:
             command(*args, **kwargs)
             sys.stdout.flush()
@@ -155,14 +157,21 @@ def _show(error: RLBoostError) -> int:
 
 
 def _show_json(error: RLBoostError) -> int:
-    found = {
+    print(as_json(error), file=sys.stderr)
+    return error.exit_code
+
+
+def as_json(error: RLBoostError) -> str:
+    """Return `error` as one line; `lines`: each mistake of a job file, with its place."""
+    found: dict[str, object] = {
         "class": type(error).__name__,
         "problem": error.problem,
         "remedy": error.remedy,
         "exit_code": error.exit_code,
     }
-    print(f"{_JSON_MARK}{json.dumps(found)}}}", file=sys.stderr)
-    return error.exit_code
+    if lines := getattr(error, "lines", None):
+        found["lines"] = list(lines)
+    return f"{_JSON_MARK}{json.dumps(found)}}}"
 
 
 def known(error: Exception) -> RLBoostError | None:

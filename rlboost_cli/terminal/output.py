@@ -73,6 +73,11 @@ def is_terminal() -> bool:
     return sys.stdout.isatty() and sys.stdin.isatty()
 
 
+def width() -> int | None:
+    """Return the columns that a line of the answer may have; None where no terminal shows it."""
+    return shutil.get_terminal_size().columns - 1 if sys.stdout.isatty() else None
+
+
 def confirm(question: str) -> bool:
     """Ask; anything but yes is no."""
     print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)

@@ -298,7 +298,7 @@
       <${Section} title="Runs"><div class="row">${names.map((name) => html`<label key=${name}><input type="checkbox" checked=${chosen.includes(name)}
         onChange=${(e) => { const isChosen = e.target.checked; setChosen((former) => isChosen ? [...former, name] : former.filter((each) => each !== name)); }} /> ${name}</label>`)}</div>
         ${!found && html`<p role="status">Choose two or more runs.</p>`}
-        ${found?.runs.filter((run) => run.ancestors.length).map((run) => html`<p key=${run.run} class="dim">${run.run} goes on from ${run.ancestors.join(", from ")}: tokens, time and dollars are its own.</p>`)}<//>
+        ${found?.runs.filter((run) => run.ancestors.length).map((run) => html`<p key=${run.run} class="dim">${run.run} continues from ${run.ancestors.join(", from ")}: tokens, time and dollars are its own.</p>`)}<//>
       ${found && html`<${Section} title="Curves"><div class="row"><label>Over <select value=${by} onChange=${(e) => setBy(e.target.value)}>
           ${Object.entries(AXES).map(([axis, words]) => html`<option key=${axis} value=${axis}>${words}</option>`)}</select></label></div>
         <div class="charts">${curve("reward_mean", "Mean reward of a step.")}${curve("eval_reward_mean", "Mean reward on held-out prompts.")}</div><//>

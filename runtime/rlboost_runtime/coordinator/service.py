@@ -167,7 +167,16 @@ class Coordinator:
             timing,
             frozenset({RESERVED_MACHINE}),
         )
-        self._trainer = TrainerLink(self._driver, self._ledger, clock, weights, reserved, self.end_run)
+        markets = [offer.market for offer in job.rollout.spot.local_offers if offer.market is not None]
+        self._trainer = TrainerLink(
+            self._driver,
+            self._ledger,
+            clock,
+            weights,
+            reserved,
+            self.end_run,
+            is_market_ours=bool(markets),
+        )
         self.to_agent, self.work = self._agents.carry_out, self._agents.work
         self.deliver, self.lease = self._trainer.deliver, self._trainer.lease
         provider: Provider = provider_for(job, run)

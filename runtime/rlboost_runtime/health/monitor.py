@@ -78,9 +78,11 @@ class FleetFacts:
 class HealthMonitor:
     """Feed it every trained step and, about once a second, the fleet."""
 
-    def __init__(self, before: Iterable[tuple[int, Row]] = ()) -> None:
+    def __init__(self, before: Iterable[tuple[int, Row]] = (), *, is_market_ours: bool = False) -> None:
         """`before`: (step from 0, metrics) of steps that were reported earlier; their warnings are in force,
-        and are not reported again."""
+        and are not reported again. `is_market_ours`: the job file itself has a market that takes machines, as
+        demonstrations do, so that their loss is meant and no storm."""
+        self._is_market_ours = is_market_ours
         self._rules = step_rules()
         self._saving = Rule(SAVING, lambda row: None)
         self._judged_steps = 0
@@ -170,6 +172,8 @@ class HealthMonitor:
 
     def _storm_now(self, facts: FleetFacts) -> HealthWarning | None:
         """Return the warning on instances lost within `STORM_S`, those before the first look left out."""
+        if self._is_market_ours:
+            return None
         self._lost.append((facts.now, facts.lost))
         while facts.now - self._lost[0][0] > limits.STORM_S:
             self._lost.popleft()

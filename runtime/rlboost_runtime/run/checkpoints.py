@@ -70,14 +70,14 @@ class ForkPoint:
         return f"{self.parent.name}@{self.step}"
 
     def plant(self, draft: RunFolder) -> None:
-        """Give a new run the checkpoint, what metrics and samples the steps up to it had, and its ancestry.
+        """Give a new run the checkpoint, the metrics, samples and evaluations up to it, and its ancestry.
 
         Raises `NotFound` where the parent, which may be training, has deleted it meanwhile.
         """
         source = step_folder(self.parent.checkpoints, self.step - 1)
         try:
             shutil.copytree(source, draft.checkpoints / source.name, copy_function=_link)
-            for path in (self.parent.metrics, self.parent.samples):
+            for path in (self.parent.metrics, self.parent.samples, self.parent.evaluations):
                 if path.exists():  # the trainer drops the lines of later steps
                     shutil.copyfile(path, draft.path / path.name)
         except (OSError, shutil.Error) as problem:

@@ -51,6 +51,8 @@ def test_it_buys_the_cheapest_machines_with_a_gpu_that_will_do(cloud: str) -> No
     assert found.job.trainer.accelerators == f"{quote.accelerator}:1"
     assert (spot.min_instances, spot.max_instances, found.job.algorithm.steps) == (2, 2, 10)
     assert found.job.budget.max_usd == 5.0
+    machine = f"{quote.accelerator}:1 in {cloud}/{quote.region}"
+    assert found.machines == f"a head with {machine} and up to 2 spot machines with {machine}"
 
 
 def test_its_head_ends_itself_before_the_budget_can_be_spent() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import typing
 from importlib.metadata import version
@@ -68,6 +69,24 @@ def test_an_error_is_one_line_of_json_where_that_is_asked_for(monkeypatch, capsy
     assert error is not None
     assert (error.problem, error.remedy, error.exit_code) == ('nothing "there"\nat all', "wait", 4)
     assert read_error("error: in words") is None
+
+
+def test_a_command_with_json_fails_with_json(tmp_path: Path) -> None:
+    def error_of(*typed: str) -> RLBoostError:
+        result = CliRunner().invoke(app, [*typed, "--json"], prog_name="rlboost")
+        error = read_error(result.stderr)
+        assert result.stdout == ""
+        assert error is not None, result.stderr
+        assert error.exit_code == result.exit_code
+        return error
+
+    assert "no-such-run" in error_of("status", "no-such-run").problem
+    assert error_of("status", "--runn").remedy == "rlboost status --help"
+    job = tmp_path / "job.yaml"
+    job.write_text("name: a\nmodle: {init: tiny}\nsteps: x\n")
+    result = CliRunner().invoke(app, ["check", str(job), "--json"], prog_name="rlboost")
+    assert result.exit_code == 2
+    assert any("modle" in line for line in json.loads(result.stderr)["error"]["lines"])
 
 
 def test_ctrl_c_before_there_is_a_run_is_130(capsys) -> None:

@@ -50,7 +50,7 @@ def test_a_local_plan_costs_nothing_and_says_so() -> None:
     )
     plan = launch_plan("demo", job)
     assert not plan.is_charged
-    assert plan.all_micro_usd_per_hour == 10_900_000
+    assert plan.dearest_micro_usd_per_hour == 10_900_000
     assert any("nothing is billed" in line for line in describe_plan(plan))
 
 

@@ -376,3 +376,13 @@ def test_a_bought_head_that_is_nobody_to_the_clouds_of_its_fleet_is_told(
     }
     found = bought.judge_identity(Job.model_validate_json(json.dumps(fields)))
     assert found.verdict == verdict, found
+
+
+def test_findings_are_broken_between_words_at_the_terminals_width() -> None:
+    finding = Finding(
+        "memory", Verdict.WARN, "15.2 GiB free, about 2.2 GiB wanted: trainer 0.6 GiB + " * 2, "free some"
+    )
+    lines = list(lines_of(finding, 79))
+    assert max(map(len, lines)) <= 79
+    assert [line[:19].split() for line in lines] == [["warn", "memory"], *[[]] * (len(lines) - 1)]
+    assert next(iter(lines_of(finding))).endswith("0.6 GiB + "), "whole where nobody looks at it"

@@ -602,7 +602,7 @@ def test_the_same_job_gets_the_same_plan(home: Path) -> None:
 def test_a_plan_without_a_forecast_makes_nothing_up() -> None:
     text = "\n".join(describe_plan(launch_plan("demo", job())))
     assert "up to 3 x local, $2.00 per hour each" in text
-    assert "at most  $16.00 per hour with the full fleet" in text
+    assert "together $16.00 per hour with the full fleet, at these prices" in text
     assert "tokens" not in text
 
 

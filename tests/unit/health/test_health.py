@@ -269,6 +269,11 @@ def test_a_fleet_that_is_half_lost_is_a_storm_once_and_usual_losses_are_none() -
     ]
 
 
+def test_machines_that_the_jobs_own_market_takes_are_no_storm() -> None:
+    monitor = HealthMonitor(is_market_ours=True)
+    assert looks(monitor, 300, lambda now: facts(now, 4, lost=9 * (now > 100))) == []
+
+
 def test_no_token_for_half_an_hour_is_stuck_unless_none_is_due() -> None:
     def silent(now: float, **changes: Any) -> FleetFacts:
         return facts(now, 8, tokens=7, **changes)

@@ -49,6 +49,7 @@ def parent(folder: Path) -> RunFolder:
         checkpoint.mkdir(parents=True)
         (checkpoint / "optimizer.pt").write_bytes(b"moments")
     run.metrics.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(5)))
+    run.evaluations.write_text(json.dumps({"step": 2.0, "evaluation": "held_out", "reward": 0.5}) + "\n")
     return run
 
 
@@ -63,10 +64,14 @@ def test_a_fork_has_the_checkpoint_the_history_and_its_ancestry(parent: RunFolde
     copied = step_folder(run.checkpoints, 2) / "optimizer.pt"
     assert copied.samefile(step_folder(parent.checkpoints, 2) / "optimizer.pt"), "no second copy on disk"
     assert run.metrics.read_text() == parent.metrics.read_text()
+    assert run.evaluations.read_text() == parent.evaluations.read_text()
     assert ancestors_of(run) == ["parent@3"]
     assert ancestors_of(parent) == []
     child = find_target(job_file("child"), resume=False, start="fork").prepare(resume=False).run
     assert ancestors_of(child) == ["fork@3", "parent@3"]
+    assert "step     0/9" in "\n".join(status_lines(run_status(child), ASCII)), (
+        "nothing reported yet: the job's"
+    )
     write_json(child.status, {"run": "child", "step": 3, "ancestors": ancestors_of(child)})
     write_json(child.outcome, {"state": "done"})
     assert "from     fork@3, from parent@3" in status_lines(run_status(child), ASCII)

@@ -54,8 +54,10 @@ class TrainerLink:
         weights: WeightTracker,
         reserved: ReservedMeter,
         end_run: EndRun,
+        *,
+        is_market_ours: bool = False,
     ) -> None:
-        """`reserved` must observe the core."""
+        """`reserved` must observe the core. `is_market_ours`: see `HealthMonitor`."""
         self._driver = driver
         self._ledger = ledger
         self._clock = clock
@@ -70,7 +72,9 @@ class TrainerLink:
         self._trained_at: float | None = None
         self.connected = False
         self.warnings = StepWarnings(record.metrics for record in ledger.steps())
-        self.health = HealthMonitor((record.step, record.metrics) for record in ledger.steps())
+        self.health = HealthMonitor(
+            ((record.step, record.metrics) for record in ledger.steps()), is_market_ours=is_market_ours
+        )
 
     # --- commands out -------------------------------------------------------------------------------------
 
