@@ -81,6 +81,7 @@ def environment(tiny: bool) -> dict[str, str]:
     found["PYTHONPATH"] = os.pathsep.join([*map(str, roots), *inherited])
     if tiny:
         return {**found, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    found.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as the trainer has it
     found["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     return found
 

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 CORE = (
     "torch", "torch.distributed.fsdp:fully_shard", "torch.distributed.tensor:DTensor", "transformers",
-    "transformers:Qwen3ForCausalLM", "transformers.initialization:no_init_weights",
+    "transformers:Qwen3ForCausalLM", "transformers:Qwen3MoeForCausalLM",
+    "transformers.core_model_loading:revert_weight_conversion",
+    "transformers.integrations.moe:ExpertsInterface", "transformers.initialization:no_init_weights",
     "transformers.masking_utils:AttentionMaskInterface", "tokenizers", "safetensors", "numpy", "msgspec",
     "pydantic", "packaging", "psutil", "blake3",
 )  # fmt: skip
@@ -36,16 +38,25 @@ PARTS = (
     Part("deltas", "deltas", "0.6B", 75, (*WEIGHTS, "numba"), "deltas made on the device against the CPU's"),
     Part("cycle", "cycle", "0.6B", 120, (*WEIGHTS, ENGINE), "hand-overs with an engine, its tokens/s"),
     Part("training_8B", "training", "8B", 150, CORE, "tokens/s, MFU, peak memory and hand-over of 8B"),
+    Part("training_moe", "training", "30B-A3B", 110, CORE, "the same of a mixture: layers of 30B-A3B"),
     Part("whole_run", "whole_run", "tiny", 240, HEAD, "a run through the lease and kills"),
     Part("training_1.7B", "training", "1.7B", 90, CORE, "tokens/s, MFU, peak memory and hand-over of 1.7B"),
     Part("vllm", "vllm", "0.6B", 180, (*WEIGHTS, "aiohttp"), "vLLM's tokens/s"),
 )
 """By value: what comes last is skipped where time is over."""
 
+_TINY_NAMES = {"training_0.6B": "training", "training_moe": "training_moe"}
 TINY = tuple(
-    Part(part.name.partition("_0")[0], part.module, "tiny", 240, part.needs, part.loses)
+    Part(
+        _TINY_NAMES.get(part.name, part.name),
+        part.module,
+        "tiny-moe" if "moe" in part.name else "tiny",
+        240,
+        part.needs,
+        part.loses,
+    )
     for part in PARTS
-    if part.name in ("training_0.6B", "deltas", "cycle", "whole_run")
+    if part.name in ("training_0.6B", "deltas", "cycle", "training_moe", "whole_run")
 )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import torch
-from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
 from transformers.initialization import no_init_weights
 
 from benchmarks.gpu.shapes import SHAPES, FittedShape, ModelShape, fit
@@ -21,8 +21,9 @@ from rlboost_runtime.trainer.models.tiny import END_ID, PAD_ID, make_tokenizer
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PROMPT = 64
-MICRO_BATCH_TOKENS = {"0.6B": 8192, "1.7B": 8192, "8B": 8192, "tiny": 256}
-RESPONSE = {"0.6B": 1984, "1.7B": 1984, "8B": 1984, "tiny": 48}
+_LARGE, _TINY = ("0.6B", "1.7B", "8B", "30B-A3B"), ("tiny", "tiny-moe")
+MICRO_BATCH_TOKENS = dict.fromkeys(_LARGE, 8192) | dict.fromkeys(_TINY, 256)
+RESPONSE = dict.fromkeys(_LARGE, 1984) | dict.fromkeys(_TINY, 48)
 POSITIONS = 4096
 WEIGHT_SCALE = 0.02
 
@@ -76,10 +77,12 @@ def fitted(size: str) -> FittedShape:
     return fit(shape, MICRO_BATCH_TOKENS[size], free, host_bytes())
 
 
-def make_model(shape: ModelShape) -> Qwen3ForCausalLM:
+def make_model(shape: ModelShape) -> PreTrainedModel:
     """Return a model with random weights in main memory; the device draws them, which is faster."""
+    config = (Qwen3MoeConfig if shape.experts else Qwen3Config)(**shape.config(POSITIONS))  # type: ignore[arg-type]
     with no_init_weights():
-        model = Qwen3ForCausalLM(Qwen3Config(**shape.config(POSITIONS)))  # type: ignore[no-untyped-call, arg-type]
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+    assert isinstance(model, PreTrainedModel)
     model.tie_weights()
     generator = torch.Generator(DEVICE).manual_seed(0)
     with torch.no_grad():

@@ -36,12 +36,19 @@ class ModelShape:
     full_layers: int
     head_dim: int = 128
     vocabulary: int = 151_936
+    experts: int = 0
+    """0: the MLP is dense. `intermediate` is the width of one."""
+    active: int = 1
+    """Experts that compute a token."""
 
     @property
     def layer_parameters(self) -> int:
         """Parameters of one layer."""
+        return self._parameters_with(max(1, self.experts))
+
+    def _parameters_with(self, experts: int) -> int:
         heads, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        matrices = self.hidden * (2 * heads + 2 * kv + 3 * self.intermediate)
+        matrices = self.hidden * (2 * heads + 2 * kv + 3 * self.intermediate * experts + self.experts)
         return matrices + 2 * self.hidden + 2 * self.head_dim
 
     @property
@@ -51,20 +58,24 @@ class ModelShape:
         return tables + self.layers * self.layer_parameters + self.hidden
 
     def config(self, positions: int) -> dict[str, object]:
-        """Return the arguments of `Qwen3Config`."""
-        return {
+        """Return the arguments of `Qwen3Config`, or of `Qwen3MoeConfig`."""
+        mixture = {
+            "num_experts": self.experts, "num_experts_per_tok": self.active, "norm_topk_prob": True,
+            "moe_intermediate_size": self.intermediate, "architectures": ["Qwen3MoeForCausalLM"],
+        }  # fmt: skip
+        dense = {"architectures": ["Qwen3ForCausalLM"]}
+        return (mixture if self.experts else dense) | {
             "vocab_size": self.vocabulary, "hidden_size": self.hidden,
             "intermediate_size": self.intermediate, "num_hidden_layers": self.layers,
             "num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads,
             "head_dim": self.head_dim, "max_position_embeddings": positions,
             "tie_word_embeddings": self.tied, "pad_token_id": 256, "eos_token_id": 257, "bos_token_id": None,
-            "architectures": ["Qwen3ForCausalLM"],
         }  # fmt: skip
 
     def flops_per_token(self, length: int) -> float:
         """Return operations per trained token of sequences of `length`: forward and backward, causal
         attention, the head included; what checkpointing computes twice is not counted."""
-        matrices = self.layers * self.layer_parameters + self.vocabulary * self.hidden
+        matrices = self.layers * self._parameters_with(self.active) + self.vocabulary * self.hidden
         return 6.0 * matrices + 6.0 * self.layers * self.heads * self.head_dim * length
 
 
@@ -72,6 +83,10 @@ SHAPES = {
     "0.6B": ModelShape("Qwen3-0.6B", 1024, 3072, 28, 16, 8, True, 28),
     "1.7B": ModelShape("Qwen3-1.7B", 2048, 6144, 28, 16, 8, True, 28),
     "8B": ModelShape("Qwen3-8B", 4096, 12288, 36, 32, 8, False, 36),
+    "30B-A3B": ModelShape("Qwen3-30B-A3B", 2048, 768, 48, 32, 4, False, 48, experts=128, active=8),
+    "tiny-moe": ModelShape(
+        "tiny-moe", 128, 64, 2, 4, 2, False, 2, head_dim=32, vocabulary=512, experts=8, active=2
+    ),
     "tiny": ModelShape("tiny", 128, 384, 2, 4, 2, True, 2, head_dim=32, vocabulary=512),
 }
 
@@ -106,10 +121,12 @@ def _layer_bytes(shape: ModelShape) -> int:
 
     E: two norms with input and output in float32 (16), three and two casts for the matrices behind them (10).
     Query heads: the projection and its float32 form, the normed one, the one attention reads, attention's
-    result (12), key heads likewise with the value (12). I: gate, its activation, up, their product (8).
+    result (12), key heads likewise with the value (12). I: gate, its activation, up, their product (8), for
+    each expert of the token, which also has its copy of the token and its answer.
     """
     heads, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    return 26 * shape.hidden + 12 * heads + 12 * kv + 8 * shape.intermediate
+    copies = 4 * shape.hidden * shape.active if shape.experts else 0
+    return 26 * shape.hidden + 12 * heads + 12 * kv + 8 * shape.intermediate * shape.active + copies
 
 
 def step_bytes(shape: ModelShape, tokens: int, *, checkpointing: bool) -> dict[str, int]:

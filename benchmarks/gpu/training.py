@@ -47,7 +47,9 @@ def run(report: PartReport) -> None:
     trained = make_policy(report.size, shape, checkpointing=found.checkpointing)
     report.check("nothing_on_device_before_take", not on_device())
     report.add(take_first_s=_timed(trained.residency.take))
-    report.add(attention=_attention())
+    kernels = trained.policy.scorer.kernels
+    report.add(kernels=kernels.used, kernels_refused=dict(kernels.refused))
+    report.check("kernels_agree", not kernels.refused)
     _measure_saved(report, trained, shape, checkpointing=found.checkpointing)
     _measure_steps(report, trained, shape, checkpointing=found.checkpointing)
     _hand_over(report, trained)
@@ -61,14 +63,6 @@ def on_device() -> list[str]:
         for each in gc.get_objects()
         if issubclass(type(each), Tensor) and each.device.type == "cuda"
     ]
-
-
-def _attention() -> str:
-    from rlboost_runtime.trainer.learn import packing
-
-    if DEVICE.type == "cpu":
-        return "padded SDPA on a CPU"
-    return "varlen" if packing.varlen_attention() else "padded SDPA: this torch has no varlen_attn that fits"
 
 
 def _measure_saved(

@@ -18,7 +18,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Co
 
 from rlboost_runtime.engines.base import EngineSpec, VllmOptions
 from rlboost_runtime.engines.vllm.engine import VllmServerEngine
+from rlboost_runtime.file_tensors import FileLayout
 from rlboost_runtime.protocol.messages import Sampling
+from tests.model_families import random_model
 
 VOCABULARY = 512
 SHAPE = {
@@ -49,6 +51,8 @@ MARKS = [
 def tiny(family: str, *, tied: bool, seed: int, **changes: object) -> PreTrainedModel:
     """A random model, other weights for other seeds."""
     torch.manual_seed(seed)
+    if family in ("qwen3_moe", "gemma3"):
+        return random_model(family, seed, vocab_size=VOCABULARY, eos_token_id=None, pad_token_id=None)
     shape = SHAPE | changes
     if family == "llama":
         return LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=tied)).eval()
@@ -60,7 +64,9 @@ def save(model: PreTrainedModel, folder: Path) -> Path:
     folder.mkdir(parents=True)
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
-    state = {name: t.clone() for name, t in model.state_dict().items()}
+    layout = FileLayout.of(model)
+    parts = (part for pair in model.state_dict().items() for part in layout.split(*pair))
+    state = {name: tensor.clone() for name, tensor in parts}
     if model.config.tie_word_embeddings:
         del state["lm_head.weight"]
     save_file(state, folder / "model.safetensors")
@@ -107,6 +113,7 @@ def spec_for(folder: Path, **changes) -> EngineSpec:
 
 MAIN, SECOND, DRAFTING = "main", "second", "drafting"
 LLAMA_TIED, LLAMA, QWEN, HALVES = "llama-tied", "llama", "qwen3", "qwen3-halves"
+EXPERTS, WINDOWS = "qwen3-moe", "gemma3"
 
 
 PLAIN = VllmOptions(kv_cache_mib=64)
@@ -130,6 +137,8 @@ KINDS = {
     LLAMA: Server("llama", tied=False),
     QWEN: Server(tied=False),
     HALVES: Server(tensor_parallel=2),
+    EXPERTS: Server("qwen3_moe", tied=False),
+    WINDOWS: Server("gemma3"),
 }
 TIED_QWEN = (MAIN, SECOND, DRAFTING)
 """They share their versions, so that one can go on where another ended."""

@@ -1,6 +1,7 @@
 """The sizes of a transformer, from its config.json, a table of well-known models, or `{init: tiny}`.
 
-Counted are decoders with gated MLPs (Qwen 2 and 3, Llama, Mistral and their likes), dense or with experts. Of
+Counted are decoders with gated MLPs (Qwen 2 and 3, Llama, Mistral and their likes), dense or with experts, of
+which some layers may be dense and some experts shared. Of
 other architectures the count is an estimate. Nothing is downloaded.
 """
 
@@ -18,6 +19,8 @@ from rlboost_runtime.job import TinyModel
 
 _WITH_QK_NORM = ("qwen3", "gemma3", "olmo2", "olmo3")
 """How the `model_type` of those begins that normalise queries and keys, and keep what that needs."""
+_FOUR_NORMS = ("gemma2", "gemma3")
+"""Of those that have a norm before and after attention and MLP."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,14 @@ class TransformerShape:
     active_experts: int = 1
     """Experts that compute a token."""
     has_qk_norm: bool = True
+    shared: int = 0
+    """Width of the experts that every token goes through, together."""
+    dense_layers: int = 0
+    """Layers of a mixture that have no experts."""
+    dense_intermediate: int = 0
+    """Width of their MLP."""
+    num_norms: int = 2
+    """Norms of a layer, without those of queries and keys."""
     positions: int | None = None
     """Longest context that its configuration allows, in tokens; None: not known."""
 
@@ -54,10 +65,17 @@ class TransformerShape:
 
     @property
     def layer_parameters(self) -> int:
-        """Parameters of one layer."""
+        """Parameters of one layer; of a mixture, one with experts."""
         mlp = 3 * self.hidden * self.intermediate * max(1, self.experts) + self.hidden * self.experts
-        norms = 2 * self.hidden + (2 * self.head_dim if self.has_qk_norm else 0)
-        return 2 * self.hidden * (self.queries + self.keys) + mlp + norms
+        if self.shared:  # with its gate
+            mlp += 3 * self.hidden * self.shared + self.hidden
+        return self._attention_parameters + mlp
+
+    @property
+    def _attention_parameters(self) -> int:
+        """Parameters of a layer beside its MLP."""
+        norms = self.num_norms * self.hidden + (2 * self.head_dim if self.has_qk_norm else 0)
+        return 2 * self.hidden * (self.queries + self.keys) + norms
 
     @property
     def table(self) -> int:
@@ -72,7 +90,9 @@ class TransformerShape:
     @property
     def parameters(self) -> int:
         """All parameters, tied ones once."""
-        return self.root_parameters + self.layers * self.layer_parameters
+        dense = self._attention_parameters + 3 * self.hidden * self.dense_intermediate
+        mixed = self.layers - self.dense_layers
+        return self.root_parameters + mixed * self.layer_parameters + self.dense_layers * dense
 
     @property
     def kv_elements_per_token(self) -> int:
@@ -80,10 +100,11 @@ class TransformerShape:
         return 2 * self.layers * self.keys
 
     def adapter_parameters(self, rank: int) -> int:
-        """Parameters of LoRA adapters of `rank` on every linear layer but the head."""
+        """Parameters of LoRA adapters of `rank` on every linear layer but the head. Experts are tensors of
+        their own kind and get none."""
         wide = self.hidden + self.queries
         narrow = self.hidden + self.keys
-        mlp = 3 * (self.hidden + self.intermediate) * max(1, self.experts)
+        mlp = 0 if self.experts else 3 * (self.hidden + self.intermediate)
         return self.layers * rank * (2 * wide + 2 * narrow + mlp)
 
 
@@ -94,8 +115,12 @@ def shape_of_config(config: Mapping[str, Any]) -> TransformerShape:
     """
     config = config.get("text_config") or config
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
-    experts = int(config.get("num_experts") or config.get("num_local_experts") or 0)
+    experts = int(
+        config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts") or 0
+    )
     width = config.get("moe_intermediate_size") if experts else None
+    dense = _dense_layers(config) if experts else 0
+    kind = str(config.get("model_type", ""))
     return TransformerShape(
         hidden=hidden,
         intermediate=int(width or config["intermediate_size"]),
@@ -107,9 +132,20 @@ def shape_of_config(config: Mapping[str, Any]) -> TransformerShape:
         tied=bool(config.get("tie_word_embeddings")),
         experts=experts,
         active_experts=int(config.get("num_experts_per_tok") or 1) if experts else 1,
-        has_qk_norm=str(config.get("model_type", "")).startswith(_WITH_QK_NORM),
+        has_qk_norm=kind.startswith(_WITH_QK_NORM),
+        shared=int(config.get("shared_expert_intermediate_size") or 0) if experts else 0,
+        dense_layers=dense,
+        dense_intermediate=int(config["intermediate_size"]) if dense else 0,
+        num_norms=4 if kind.startswith(_FOUR_NORMS) else 2,
         positions=_positions(config),
     )
+
+
+def _dense_layers(config: Mapping[str, Any]) -> int:
+    """Return how many layers of a mixture have no experts: as Qwen's configurations say it."""
+    named = set(config.get("mlp_only_layers") or ())
+    every = int(config.get("decoder_sparse_step") or 1)
+    return sum(n in named or (n + 1) % every != 0 for n in range(int(config["num_hidden_layers"])))
 
 
 def _positions(config: Mapping[str, Any]) -> int | None:

@@ -39,7 +39,13 @@ from rlboost_runtime.trainer.loop import TrainerLoop
 from rlboost_runtime.trainer.models.hub import StartupProgress, fetch
 from rlboost_runtime.trainer.models.tiny import WarmupReport, prepare
 from rlboost_runtime.trainer.models.warmup import warm_up, warmup_data
-from rlboost_runtime.trainer.node import TrainerNode, die_with_launcher, is_rank, run_ranks
+from rlboost_runtime.trainer.node import (
+    TrainerNode,
+    die_with_launcher,
+    is_rank,
+    run_ranks,
+    use_growing_segments,
+)
 from rlboost_runtime.trainer.rewards.outcome import RewardWatch
 from rlboost_runtime.trainer.rewards.scorer import RewardCall, RewardScorer
 from rlboost_runtime.trainer.rollout.client import RolloutClient, keep_tokenizer
@@ -58,6 +64,7 @@ def main(arguments: list[str]) -> int:
         return 2
     run = RunFolder(Path(arguments[0]).absolute())
     job = read_resolved(run.job_json)
+    use_growing_segments()
     if not is_rank():
         try:
             look_for_gpus(job)

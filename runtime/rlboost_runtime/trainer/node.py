@@ -135,12 +135,23 @@ class TrainerNode:
     address: str | None = None
 
 
+def use_growing_segments() -> None:
+    """Let torch's allocator on GPUs grow its segments, unless the user has set it otherwise.
+
+    Rows of ever other lengths leave gaps that no later row fits into; a job that is planned to the brim would
+    then run out of memory. Before the first allocation; ranks inherit it.
+    """
+    if not any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+
+
 def run_ranks(name: str, command: list[str], place: TrainerNode, final_codes: tuple[int, ...]) -> int:
     """Run `python COMMAND` as this node's ranks of run `name`; return the exit code.
 
     One of `final_codes` if a rank ended with it, else 1 if any failed. Waits up to `RENDEZVOUS_S` for the
     other nodes.
     """
+    use_growing_segments()
     among_nodes = place.nodes > 1
     address = place.address if among_nodes and place.address else f"{LOOPBACK}:0"
     _use_interface_facing(address.rpartition(":")[0])

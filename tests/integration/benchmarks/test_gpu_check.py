@@ -14,7 +14,7 @@ import pytest
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[3]
-IN_PROCESS = ("training", "deltas", "cycle")
+IN_PROCESS = ("training", "deltas", "cycle", "training_moe")
 
 
 def check(out: Path, *parts: str) -> dict[str, Any]:
@@ -36,4 +36,8 @@ def test_training_deltas_and_hand_overs_run_in_miniature(tmp_path: Path) -> None
     assert line["device"] == "cpu"
     assert set(line["parts"]) == set(IN_PROCESS)
     assert line["parts"]["training"]["figures"]["tokens_per_s"] > 0
+    for name in ("training", "training_moe"):
+        assert line["parts"][name]["checks"]["kernels_agree"]
+        assert "adamw" in line["parts"][name]["figures"]["kernels"]
+    assert "experts" in line["parts"]["training_moe"]["figures"]["kernels"]
     assert line["parts"]["cycle"]["figures"]["engine_tokens_per_s"] > 0

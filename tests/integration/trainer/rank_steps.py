@@ -27,6 +27,7 @@ from rlboost_runtime.trainer.learn.reference import Reference
 from rlboost_runtime.trainer.learn.sample import Sample
 from rlboost_runtime.trainer.learn.sharded_state import StoredState
 from rlboost_runtime.trainer.models.tiny import make_model, make_tokenizer
+from tests.model_families import random_model
 
 LOSSES = ["grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_pp"]
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -43,8 +44,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dpo_lora": ({"loss": "dpo", "lora": Lora(rank=4)}, {}),
     "checkpointing": ({}, {"activation_checkpointing": True}),
     "far": ({}, {}),
+    "qwen3_moe": ({}, {"activation_checkpointing": True}),
+    "gemma3": ({}, {}),
 }
-"""Changes of the algorithm and of the trainer. "far": rank 1 does not see rank 0's files."""
+"""Changes of the algorithm and of the trainer. "far": rank 1 does not see rank 0's files. The last ones are
+families of models."""
+FAMILIES = ("qwen3_moe", "gemma3")
 
 AT = TrainedState(0, 0, 0.0, 0.0, 0, 0.0, {})
 
@@ -87,12 +92,14 @@ def run_case(case: str, ranks: Ranks, seed: int | None) -> dict[str, Any]:
         learning_rate=1e-3, learning_rate_warmup_steps=0, max_response_tokens=8, grad_clip=1e9, **changes
     )
     trainer = Trainer(micro_batch_tokens=1000 if seed is None else 25, **setup)
-    policy = Policy(make_model(TinyModel(init="tiny", hidden_size=32, num_layers=2), 64), make_tokenizer())
+    tiny = TinyModel(init="tiny", hidden_size=32, num_layers=2)
+    model = random_model(case) if case in FAMILIES else make_model(tiny, 64)
+    policy = Policy(model, make_tokenizer())
     policy.set_up(trainer, algorithm, ranks)
     reference = None
     if algorithm.reference is not None:
-        model = make_model(TinyModel(init="tiny", hidden_size=32, num_layers=2, seed=5), 64)
-        other = None if algorithm.lora is not None else Policy(model, make_tokenizer())
+        start = make_model(TinyModel(init="tiny", hidden_size=32, num_layers=2, seed=5), 64)
+        other = None if algorithm.lora is not None else Policy(start, make_tokenizer())
         reference = Reference(policy, other, ranks)
     learner = Learner(policy, algorithm, trainer, ranks, reference)
     gradients: list[torch.Tensor] = []
@@ -139,14 +146,17 @@ def run_case(case: str, ranks: Ranks, seed: int | None) -> dict[str, Any]:
     return result
 
 
-LOADED = {"stored": None, "adapters": Lora(rank=4), "sent": None, "renamed": None}
+LOADED = {
+    "stored": None, "adapters": Lora(rank=4), "sent": None, "renamed": None, "qwen3_moe": None,
+}  # fmt: skip
 """Ways in which the weights of a folder reach the ranks, with the job's adapters."""
 
 
 def write_model(folder: Path, case: str) -> None:
-    """A model of 19 M parameters in bfloat16; "renamed": as `transformers` has to read it."""
+    """A model of 19 M parameters in bfloat16; "renamed": as `transformers` has to read it. The
+    experts of a mixture are in the files one by one."""
     tiny = TinyModel(init="tiny", hidden_size=1024 if case == "stored" else 64, num_layers=2)
-    model = make_model(tiny, 64).to(torch.bfloat16)
+    model = (random_model(case) if case in FAMILIES else make_model(tiny, 64)).to(torch.bfloat16)
     stored = model.model if case == "renamed" else model
     stored.save_pretrained(folder, max_shard_size="10MB")
     make_tokenizer().save_pretrained(folder)
@@ -190,11 +200,11 @@ def main(path: str) -> None:
     far = replace(ranks, num_here=1)
     found = {case: run_case(case, far if case == "far" else ranks, seed=7) for case in CASES}
     for case in LOADED:
-        folder = Path(path).parent / case
+        folder = Path(path).parent / f"loaded-{case}"
         if ranks.leads:
             write_model(folder, case)
         ranks.sum([0.0])
-        found[case] = load_case(case, ranks, folder)
+        found[f"loaded {case}"] = load_case(case, ranks, folder)
     if ranks.leads:
         torch.save(found, path)
     ranks.leave()

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from rlboost_runtime.errors import ConfigError, RuntimeFault
 from rlboost_runtime.job import Algorithm, TinyModel
@@ -220,3 +221,20 @@ def test_no_damage_of_a_checkpoint_is_resumed_from(tmp_path: Path, training: Tra
         for aside in tmp_path.glob("*damaged*"):
             shutil.rmtree(aside)
     print(json.dumps({"pass": True, "files": sorted(content), "flips": FLIPS * len(content), "found": found}))
+
+
+def test_beside_a_gpu_writing_a_checkpoint_never_touches_it(
+    tmp_path: Path, training: TrainingState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that writes has GPU 0 as its device, whatever its rank's is: a context costs 0.5 GB."""
+
+    def touched(*_: object, **__: object) -> None:
+        raise AssertionError("a stream on the GPU")
+
+    save(into := writer(tmp_path, training, lambda _: None), 0)  # modules are imported without a GPU
+    into.ready()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name in ("current_stream", "stream", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, touched)
+    write(tmp_path, training, 1)
+    assert checkpoint.newest_intact(tmp_path) == tmp_path / "step-000001"

@@ -7,7 +7,19 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    PreTrainedModel,
+    Qwen2MoeConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from rlboost_runtime.fit.memory import (
     Arithmetic,
@@ -28,14 +40,19 @@ WITHIN = 0.15
 KINDS: dict[str, tuple[type, type]] = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
 }
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3}
+"""The width of one is that of the model."""
 
 
 def make(kind: str, hidden: int) -> tuple[PreTrainedModel, TransformerShape]:
     config_class, model_class = KINDS[kind]
+    experts = EXPERTS | {"moe_intermediate_size": hidden} if kind == "qwen3_moe" else {}
     config = config_class(
         vocab_size=300, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=hidden // 4, tie_word_embeddings=False,
+        **experts,
     )  # fmt: skip
     return model_class(config), shape_of_config(config.to_dict())
 
@@ -59,7 +76,10 @@ def kept_bytes(policy: Policy) -> int:
 
 @pytest.mark.parametrize("arithmetic", ["float32", "autocast", "sharded"])
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize(("kind", "hidden"), [("qwen3", 64), ("qwen3", 128), ("qwen3", 256), ("llama", 128)])
+@pytest.mark.parametrize(
+    ("kind", "hidden"),
+    [("qwen3", 64), ("qwen3", 128), ("qwen3", 256), ("llama", 128), ("qwen3_moe", 128), ("qwen3_moe", 256)],
+)
 def test_kept_activations_are_predicted(
     kind: str, hidden: int, checkpointing: bool, arithmetic: Arithmetic
 ) -> None:
@@ -80,6 +100,27 @@ def test_parameters_are_counted_as_the_model_has_them() -> None:
     for kind in KINDS:
         model, shape = make(kind, 64)
         assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_experts_are_counted_shared_ones_and_dense_layers_too() -> None:
+    widths = {
+        "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False,
+    }  # fmt: skip
+    some = {"num_experts": 6, "moe_intermediate_size": 32}
+    for config in (
+        Qwen3MoeConfig(**widths, **some, head_dim=16, mlp_only_layers=[1]),
+        Qwen2MoeConfig(
+            **widths, **some, shared_expert_intermediate_size=48, decoder_sparse_step=2, qkv_bias=False
+        ),
+        MixtralConfig(**widths, num_local_experts=6),
+        Gemma3TextConfig(**(widths | {"tie_word_embeddings": True}), head_dim=16),
+    ):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        shape = shape_of_config(config.to_dict())
+        assert shape.parameters == sum(each.numel() for each in model.parameters()), type(config).__name__
+    assert KNOWN_MODELS["Qwen/Qwen3-30B-A3B"].parameters == 30_532_122_624  # as the hub has it
 
 
 PAPER_GB = {

@@ -15,10 +15,10 @@ from rlboost_runtime.job import Algorithm, Lora, TinyModel, Trainer
 from rlboost_runtime.trainer.artifacts import checkpoint
 from rlboost_runtime.trainer.artifacts.checkpoint import TrainedState, TrainingState
 from rlboost_runtime.trainer.artifacts.publisher import WeightsCopy
-from rlboost_runtime.trainer.learn import logprobs as heads
+from rlboost_runtime.trainer.kernels import head as heads
+from rlboost_runtime.trainer.kernels.head import token_logprobs
 from rlboost_runtime.trainer.learn import lora as adapters
 from rlboost_runtime.trainer.learn.learner import Learner, Sample
-from rlboost_runtime.trainer.learn.logprobs import token_logprobs
 from rlboost_runtime.trainer.learn.model_files import version_configs
 from rlboost_runtime.trainer.learn.packing import micro_batches, pack
 from rlboost_runtime.trainer.learn.policy import Policy
@@ -82,7 +82,7 @@ def test_sequences_of_a_packed_row_do_not_see_one_another():
                      num_attention_heads=4, num_key_value_heads=2), True),
         (Qwen3Config(vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=2, head_dim=8,
                      num_attention_heads=4, num_key_value_heads=2, use_sliding_window=True, sliding_window=4,
-                     max_window_layers=1), False),
+                     max_window_layers=1), True),
         (GPT2Config(vocab_size=300, n_embd=32, n_layer=2, n_head=4, n_positions=64), True),
     ],
 )  # fmt: skip

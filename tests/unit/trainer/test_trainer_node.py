@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 
@@ -60,3 +61,16 @@ def test_a_head_that_is_not_there_is_waited_for(monkeypatch: pytest.MonkeyPatch)
     with listening() as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
     assert node._run_once("run", launch.TrainerNode(1, 2, 1, address))
+
+
+def test_the_allocator_of_a_gpu_grows_its_segments_unless_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    node.use_growing_segments()
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512")
+    node.use_growing_segments()
+    assert "PYTORCH_ALLOC_CONF" not in os.environ

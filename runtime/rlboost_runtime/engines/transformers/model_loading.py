@@ -19,6 +19,7 @@ from transformers.initialization import no_init_weights
 
 from rlboost_runtime.engines.base import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from rlboost_runtime.engines.model_folder import WEIGHTS_FILE
+from rlboost_runtime.file_tensors import FileLayout, FileTensor
 
 _SAMPLE = 5  # names quoted in a problem
 _PREFIX, _DOWN, _UP = "base_model.model.", ".lora_A.weight", ".lora_B.weight"  # PEFT's names
@@ -47,15 +48,16 @@ def build_model(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTr
 
 def load_weights(model: PreTrainedModel, folder: Path) -> int:
     """Copy the folder's weights into `model`; return how many. Raises `Unloadable` before any change."""
-    groups = _tied_groups(model)
+    layout = FileLayout.of(model)
+    groups = [[layout.parts(name) for name in group] for group in _tied_groups(model)]
     with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
         names = set(file.keys())
-        plan = [(_pick(group, names), group) for group in groups]
-        _check(file, names, plan, model)
+        plan = [part for group in groups for part in _pick(group, names)]
+        _check(file, names, plan, {part.name for group in groups for parts in group for part in parts})
         state = model.state_dict()
         with torch.no_grad():
-            for source, group in plan:
-                state[group[0]].copy_(file.get_tensor(source))
+            for part in plan:
+                part.within(state[part.of]).copy_(file.get_tensor(part.name))
     return len(plan)
 
 
@@ -97,22 +99,19 @@ def _tied_groups(model: PreTrainedModel) -> list[list[str]]:
     return list(groups.values())
 
 
-def _pick(group: list[str], names: set[str]) -> str:
-    return next((name for name in group if name in names), group[0])
+def _pick(group: list[list[FileTensor]], names: set[str]) -> list[FileTensor]:
+    """Return the parts of that one of several tied tensors which the file has."""
+    return next((parts for parts in group if all(part.name in names for part in parts)), group[0])
 
 
-def _check(
-    file: safe_open, names: set[str], plan: list[tuple[str, list[str]]], model: PreTrainedModel
-) -> None:
-    missing = [source for source, _ in plan if source not in names]
+def _check(file: safe_open, names: set[str], plan: list[FileTensor], known: set[str]) -> None:
+    missing = [part.name for part in plan if part.name not in names]
     if missing:
         raise Unloadable(f"{len(missing)} tensors are missing, such as {', '.join(missing[:_SAMPLE])}")
-    extra = sorted(names - {name for _, group in plan for name in group})
+    extra = sorted(names - known)
     if extra:
         raise Unloadable(f"{len(extra)} tensors are not the model's, such as {', '.join(extra[:_SAMPLE])}")
-    state = model.state_dict()
-    for source, group in plan:
-        found = tuple(file.get_slice(source).get_shape())  # type: ignore[no-untyped-call] # theirs
-        wanted = tuple(state[group[0]].shape)
-        if found != wanted:
-            raise Unloadable(f"{source} has shape {found}, the model wants {wanted}")
+    for part in plan:
+        found = tuple(file.get_slice(part.name).get_shape())  # type: ignore[no-untyped-call] # theirs
+        if found != part.shape:
+            raise Unloadable(f"{part.name} has shape {found}, the model wants {part.shape}")

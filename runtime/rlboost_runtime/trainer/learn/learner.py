@@ -76,6 +76,7 @@ class StepSums:
     grad_norms: list[float] = field(default_factory=list)
     empty_minibatches: int = 0
     not_finite_minibatches: int = 0
+    kernels_refused: int = 0
     mismatch: MismatchSums = field(default_factory=MismatchSums)
 
     def add(self, totals: Totals, part: PartSums) -> None:
@@ -103,6 +104,7 @@ class StepSums:
             "grad_norm": sum(self.grad_norms) / max(len(self.grad_norms), 1),
             "minibatches_empty": float(self.empty_minibatches),
             "minibatches_not_finite": float(self.not_finite_minibatches),
+            "kernels_refused": float(self.kernels_refused),
             **self.mismatch.metrics(),
         }
 
@@ -128,6 +130,8 @@ class Learner:
             eps=algorithm.adam_eps, weight_decay=algorithm.weight_decay,
             offload=trainer.offloads_optimizer, mover=policy.mover,
         )  # fmt: skip
+        if not policy.mover.moves:  # else the first `Residency.take` decides
+            self.optimizer.use_fused(is_on=policy.scorer.kernels.adamw)
         self.sums = StepSums()
         self._algorithm = algorithm
         self._budget = trainer.pass_tokens
@@ -152,6 +156,7 @@ class Learner:
     def metrics(self) -> dict[str, float]:
         """Return the step's metrics so far."""
         pairs = _pair_metrics(self.sums) if self._config.kind == "dpo" else {}
+        self.sums.kernels_refused = len(self.policy.scorer.kernels.refused)
         return self.sums.metrics() | pairs
 
     def begin_step(self, step: int) -> None:

@@ -17,13 +17,16 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
+from rlboost_runtime.file_tensors import FileLayout
+
 
 class StoredWeights:
-    """The tensors of a model's safetensors files, by the names that the files have."""
+    """The weights in a model's safetensors files, by the model's own names."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, layout: FileLayout) -> None:
         """Raises `OSError` and `ValueError` where the files cannot be read."""
         self._files = ExitStack()
+        self._layout = layout
         self._of: dict[str, Any] = {}  # safetensors has no types
         index = folder / "model.safetensors.index.json"
         names = {"model.safetensors"}
@@ -37,23 +40,31 @@ class StoredWeights:
             self._of |= dict.fromkeys(file.keys(), file)
 
     def fits(self, model: nn.Module) -> bool:
-        """Return True if every parameter of `model` is stored under its own name and in its shape."""
-        return all(
-            name in self._of and self._of[name].get_slice(name).get_shape() == list(parameter.shape)
-            for name, parameter in model.named_parameters()
-        )
+        """Return True if every parameter of `model` is stored as the layout has it, and can be read by
+        rows."""
+        return all(name in self and self._layout.can_read_rows(name) for name, _ in model.named_parameters())
 
     def __contains__(self, name: str) -> bool:
-        return name in self._of
+        parts = self._layout.parts(name)
+        return bool(parts) and all(
+            part.name in self._of and self._shape(part.name) == part.shape for part in parts
+        )
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Return rows of a tensor; only these are read."""
-        found: Tensor = self._of[name].get_slice(name)[start:stop]
-        return found
+        """Return rows of a weight; only these are read."""
+        return self._layout.read_rows(name, start, stop, self._read)
 
     def close(self) -> None:
         """Close the files."""
         self._files.close()
+
+    def _read(self, name: str, start: int | None, stop: int | None) -> Tensor:
+        file = self._of[name]
+        found: Tensor = file.get_tensor(name) if start is None else file.get_slice(name)[start:stop]
+        return found
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._of[name].get_slice(name).get_shape())
 
 
 def hollow_model(folder: str | Path) -> PreTrainedModel:
@@ -83,12 +94,12 @@ def hollow_model(folder: str | Path) -> PreTrainedModel:
 def find_stored(folder: str | Path, model: PreTrainedModel) -> StoredWeights | None:
     """Return the weights in `folder` (or of a hub name, as cached).
 
-    None where `model` calls them otherwise, as those with fused experts do, or where they cannot be read.
+    None where they are not what `FileLayout` says of `model`, or where they cannot be read.
     """
     try:
         is_here = Path(folder).is_dir()
         path = Path(folder) if is_here else Path(snapshot_download(str(folder), local_files_only=True))
-        stored = StoredWeights(path)
+        stored = StoredWeights(path, FileLayout.of(model))
     except (OSError, ValueError, KeyError):
         return None
     return stored if stored.fits(model) else None

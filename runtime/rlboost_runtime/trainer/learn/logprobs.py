@@ -6,26 +6,20 @@ a plain matrix are run on padded rows with all their logits: slower, same result
 
 Shape suffixes: B sequences, L positions of the longest, S positions of the packed row, N predicted tokens, V
 vocabulary.
-
-Logprobs and entropies of chosen tokens from hidden states, without the logits of all positions at once.
-
-The logits of a long batch are its largest tensor by far (16,384 tokens x 151,936 words x 4 bytes = 10 GB),
-and training needs one number of each row. So rows are handled in chunks; the backward pass makes a chunk's
-logits again, unless all of them fit into `KEEP_BYTES`. The softmax is always in float32.
-
-Shape suffixes: N tokens, C tokens of a chunk, V vocabulary, E width of the hidden states.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlboost_runtime.logs import event
+from rlboost_runtime.trainer.kernels.checks import PLAIN
+from rlboost_runtime.trainer.kernels.head import scored_by_liger, token_logprobs
 from rlboost_runtime.trainer.learn.packing import PackedBatch, packed_row, use_packed_attention
 
 log = logging.getLogger(__name__)
@@ -50,6 +44,8 @@ class LogprobModel(nn.Module):
         """bfloat16 runs the arithmetic in it and leaves the weights as they are."""
         self.autocast = False
         """True if this module casts; a sharded model's weights are cast by FSDP."""
+        self.kernels = PLAIN
+        """The fast forms of the arithmetic that are used; none until they were tried on the device."""
         self.entropy_has_gradient = False
         """True where entropies are trained: on padded rows that takes the logits' memory twice more."""
         self.why_not_packed = _odd_head(model) or use_packed_attention(model)
@@ -57,16 +53,20 @@ class LogprobModel(nn.Module):
             event(log, "policy.padded", why=self.why_not_packed)
 
     def forward(
-        self, batch: PackedBatch, temperature: float, *, whole: bool = False
+        self, batch: PackedBatch, temperature: float, *, whole: bool = False, only_scores: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Return logprobs_N and entropies_N, both with gradient, of the batch's predicted tokens, in
         float32.
 
-        `whole`: log_NV of the whole vocabulary instead of logprobs_N.
+        `whole`: log_NV of the whole vocabulary instead of logprobs_N. `only_scores`: the entropies are not
+        looked at, and there is no gradient.
         """
         hidden_NE = self._hidden(batch)
         if hidden_NE is not None and not whole:
             with torch.autocast(hidden_NE.device.type, enabled=False):
+                if only_scores and self.kernels.head and not torch.is_grad_enabled():
+                    scores_N = scored_by_liger(hidden_NE, self._head(), batch.targets_N, temperature)
+                    return scores_N, torch.zeros_like(scores_N)
                 return token_logprobs(hidden_NE, self._head(), batch.targets_N, temperature)
         if hidden_NE is None:
             logits_NV = self._padded_logits(batch)
@@ -84,7 +84,7 @@ class LogprobModel(nn.Module):
             output = self.model.base_model(
                 input_ids=batch.ids_1S,
                 position_ids=batch.positions_1S,
-                packing=batch.packing,
+                packing=replace(batch.packing, by_kernel=self.kernels.attention),
                 use_cache=False,
             )
         hidden_NE: Tensor = output.last_hidden_state[0].index_select(0, batch.predicting_N)
@@ -120,87 +120,3 @@ def _odd_head(model: PreTrainedModel) -> str | None:
     config = model.config.get_text_config()
     scales = [name for name in HEAD_SCALES if getattr(config, name, None) not in (None, 1.0)]
     return f"{type(model).__name__} has {scales[0]}" if scales else None
-
-
-KEEP_BYTES = 128 * 1024 * 1024
-"""Log-softmax kept for the backward pass instead of being made anew: little beside a model whose logits are
-this small, and it saves a quarter of the head's arithmetic."""
-
-CHUNK_BYTES = 64 * 1024 * 1024
-"""float32 logits of one chunk: large enough for an efficient matrix product."""
-
-
-def token_logprobs(
-    hidden_NE: Tensor, head_VE: Tensor, targets_N: Tensor, temperature: float
-) -> tuple[Tensor, Tensor]:
-    """Return logprobs_N of the targets under softmax(hidden @ head.T / temperature), and the
-    entropies_N in nats, both with gradient by hidden states and head, in float32.
-
-    The products run in the hidden states' dtype; the head is cast to it.
-    """
-    found: tuple[Tensor, Tensor] = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_NE, head_VE, targets_N, temperature
-    )
-    return found
-
-
-class _TokenLogprobs(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,  # autograd's context
-        hidden_NE: Tensor,
-        head_VE: Tensor,
-        targets_N: Tensor,
-        temperature: float,
-    ) -> tuple[Tensor, Tensor]:
-        head = head_VE.detach().to(hidden_NE.dtype)
-        logprobs_N = torch.empty(hidden_NE.shape[0], dtype=torch.float32, device=hidden_NE.device)
-        entropies_N = torch.empty_like(logprobs_N)
-        kept: list[Tensor] = []
-        keep = logprobs_N.numel() * head.shape[0] * 4 <= KEEP_BYTES
-        for rows in _chunks(hidden_NE.shape[0], head.shape[0]):
-            log_CV = _log_softmax(hidden_NE[rows], head, temperature)
-            logprobs_N[rows] = log_CV.gather(1, targets_N[rows].unsqueeze(1)).squeeze(1)
-            entropies_N[rows] = -torch.linalg.vecdot(log_CV.exp(), log_CV)
-            if keep:
-                kept.append(log_CV)
-        ctx.save_for_backward(hidden_NE, head_VE, targets_N, *kept)
-        ctx.temperature = temperature
-        ctx.set_materialize_grads(False)
-        return logprobs_N, entropies_N
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # autograd's context
-        hidden_NE, head_VE, targets_N, *kept = ctx.saved_tensors
-        needs_hidden, needs_head = ctx.needs_input_grad[:2]
-        head = head_VE.detach().to(hidden_NE.dtype)
-        by_logprob_N = torch.zeros(hidden_NE.shape[:1], device=hidden_NE.device)
-        gradient_N = (by_logprob_N if gradients[0] is None else gradients[0]) / ctx.temperature
-        by_entropy_N = None if gradients[1] is None else gradients[1] / ctx.temperature
-        by_hidden = torch.empty_like(hidden_NE) if needs_hidden else None
-        by_head = torch.zeros_like(head_VE, dtype=torch.float32) if needs_head else None
-        for number, rows in enumerate(_chunks(hidden_NE.shape[0], head.shape[0])):
-            log_CV = kept[number] if kept else _log_softmax(hidden_NE[rows], head, ctx.temperature)
-            by_logits = log_CV.exp().mul_(-gradient_N[rows].unsqueeze(1))
-            by_logits.scatter_add_(1, targets_N[rows].unsqueeze(1), gradient_N[rows].unsqueeze(1))
-            if by_entropy_N is not None:  # dH / dz = -p (log p + H)
-                spread_CV = log_CV - torch.linalg.vecdot(log_CV.exp(), log_CV).unsqueeze(1)
-                by_logits -= log_CV.exp() * spread_CV * by_entropy_N[rows].unsqueeze(1)
-            by_logits = by_logits.to(hidden_NE.dtype)
-            if by_hidden is not None:
-                by_hidden[rows] = by_logits @ head
-            if by_head is not None:
-                by_head += by_logits.T @ hidden_NE[rows]
-        return by_hidden, None if by_head is None else by_head.to(head_VE.dtype), None, None
-
-
-def _log_softmax(hidden_CE: Tensor, head_VE: Tensor, temperature: float) -> Tensor:
-    logits_CV = (hidden_CE @ head_VE.T).float()
-    if temperature != 1.0:
-        logits_CV /= temperature
-    return torch.log_softmax(logits_CV, dim=-1)
-
-
-def _chunks(num_tokens: int, vocabulary: int) -> list[slice]:
-    size = max(1, CHUNK_BYTES // (4 * vocabulary))
-    return [slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size)]

@@ -3,7 +3,8 @@
 Everything that works token by token (most of a transformer's arithmetic) runs on the row as it is; attention
 is kept within each sequence. On a GPU that is a variable-length kernel; elsewhere attention alone, for its
 own duration, spreads the sequences over padded rows: causal attention never looks at padding on the right, so
-no mask is needed and the results are those of each sequence alone.
+no mask is needed and the results are those of each sequence alone. In a layer with a window each token sees
+the last tokens of its own sequence.
 
 Shape suffixes: B sequences, L the longest one's positions, S all positions together, N predicted tokens, T
 the longest response's tokens, H heads, D width of a head.
@@ -11,12 +12,10 @@ the longest response's tokens, H heads, D width of a head.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -26,6 +25,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from rlboost_runtime.trainer.kernels.attention import packed_attention, padded_attention
 
 ATTENTION = "rlboost_packed"
 """Name of the attention under which `transformers` finds ours."""
@@ -47,6 +48,8 @@ class Packing:
     """The row's position of each padded place; padding repeats position 0."""
     gather_S: Tensor
     """The padded place, counted through all rows, of each of the row's positions."""
+    by_kernel: bool = False
+    """True if attention runs on the row as it is, by the variable-length kernel."""
 
     @property
     def num(self) -> int:
@@ -157,21 +160,35 @@ def micro_batches(
 # --- attention ----------------------------------------------------------------------------------------------
 
 
+_KINDS = {"full_attention", "sliding_attention"}
+"""Kinds of layers, in the words of `transformers`, whose attention we compute."""
+
+
 def use_packed_attention(model: PreTrainedModel) -> str | None:
     """Make `model` accept packed rows; return the reason if it cannot, else None."""
+    name, config = type(model).__name__, model.config.get_text_config()
     if not getattr(model, "_supports_attention_backend", False):
-        return f"{type(model).__name__} does not take its attention from outside"
-    config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or []) - {"full_attention"}
+        return f"{name} does not take its attention from outside"
+    if not getattr(model, "_supports_sdpa", True):
+        return f"{name}'s attention is more than a softmax of products"
+    kinds = set(getattr(config, "layer_types", None) or []) - _KINDS
     if kinds:
-        return f"{type(model).__name__} has layers of kind {', '.join(sorted(kinds))}"
+        return f"{name} has layers of kind {', '.join(sorted(kinds))}"
+    odd = [each for each in ("attn_logit_softcapping", "use_bidirectional_attention")
+           if getattr(config, each, None)]  # fmt: skip
+    if odd:
+        return f"{name} has {odd[0]}"
     model.set_attn_implementation(ATTENTION)
     return None
 
 
 @contextmanager
 def packed_row() -> Iterator[None]:
-    """Within it, models build no attention mask: the packing defines what each token attends to."""
+    """Within it, models build no attention mask: the packing defines what each token attends to.
+
+    In its place a layer gets the length of its window, if it has one. So a layer computes what the model's
+    own mask would have had it compute.
+    """
     token = _is_packed.set(True)
     try:
         yield
@@ -180,7 +197,10 @@ def packed_row() -> Iterator[None]:
 
 
 def _mask(*arguments: Any, **options: Any) -> Tensor | None:  # those of transformers' mask functions
-    return None if _is_packed.get() else sdpa_mask(*arguments, **options)
+    if not _is_packed.get():
+        return sdpa_mask(*arguments, **options)
+    window = options.get("local_size")
+    return None if window is None else torch.tensor(int(window))  # in main memory: read without waiting
 
 
 def _attention(
@@ -200,14 +220,22 @@ def _attention(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
         )
         return found, None
+    window = None if attention_mask is None else int(attention_mask)
+    assert window is not None or not getattr(module, "is_sliding", False), "a layer's window is not known"
+    if window is not None and window >= packing.longest:
+        window = None
     query, key, value = _as_computed(query, key, value)
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and varlen_attention() is not None:
-        return _varlen(query, key, value, packing, scaling).unsqueeze(0), None
+    if packing.by_kernel and query.dtype in (torch.bfloat16, torch.float16):
+        query_SHD, key_SHD, value_SHD = (each[0].transpose(0, 1) for each in (query, key, value))
+        found = packed_attention(
+            query_SHD, key_SHD, value_SHD, packing.starts, packing.longest, scaling, window
+        )
+        return found.unsqueeze(0), None
     if packing.num == 1:
-        found = _causal(query, key, value, scaling).transpose(1, 2)
+        found = padded_attention(query, key, value, scaling, window).transpose(1, 2)
         return found, None
-    found = _causal(
-        _spread(query, packing), _spread(key, packing), _spread(value, packing), scaling
+    found = padded_attention(
+        _spread(query, packing), _spread(key, packing), _spread(value, packing), scaling, window
     ).transpose(1, 2)  # [B, L, H, D]
     return found.reshape(-1, *found.shape[2:]).index_select(0, packing.gather_S).unsqueeze(0), None
 
@@ -218,12 +246,6 @@ def _spread(heads_1HSD: Tensor, packing: Packing) -> Tensor:
     return rows.view(*packing.spread_BL.shape, *rows.shape[1:]).transpose(1, 2)
 
 
-def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
-    return nn.functional.scaled_dot_product_attention(
-        query, key, value, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
-    )
-
-
 def _as_computed(*heads: Tensor) -> tuple[Tensor, ...]:
     """Return the heads in the dtype that attention computes in: under autocast rotary embeddings leave
     queries and keys in float32, which the variable-length kernel refuses."""
@@ -231,30 +253,6 @@ def _as_computed(*heads: Tensor) -> tuple[Tensor, ...]:
     if not torch.is_autocast_enabled(device):
         return heads
     return tuple(each.to(torch.get_autocast_dtype(device)) for each in heads)
-
-
-@cache
-def varlen_attention() -> Callable[..., object] | None:
-    """Return torch's variable-length attention; None where this torch has none with a window and grouped
-    heads: attention then runs on padded rows."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn  # flash attention, on GPUs only
-    except ImportError:
-        return None
-    wanted = {"scale", "window_size", "enable_gqa"}
-    return varlen_attn if wanted <= set(inspect.signature(varlen_attn).parameters) else None
-
-
-def _varlen(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None) -> Tensor:
-    varlen_attn = varlen_attention()
-    assert varlen_attn is not None
-    query_SHD, key_SHD, value_SHD = (each[0].transpose(0, 1) for each in (query, key, value))
-    found = varlen_attn(
-        query_SHD, key_SHD, value_SHD, packing.starts, packing.starts, packing.longest, packing.longest,
-        scale=scaling, window_size=(-1, 0), enable_gqa=query.shape[1] != key.shape[1],
-    )  # fmt: skip
-    assert isinstance(found, Tensor)
-    return found
 
 
 AttentionInterface.register(ATTENTION, _attention)

@@ -15,7 +15,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +31,16 @@ from transformers import (
 )
 
 from rlboost_runtime.errors import ConfigError
+from rlboost_runtime.file_tensors import FileLayout
 from rlboost_runtime.job import Algorithm, Lora, Trainer
+from rlboost_runtime.trainer.kernels.checks import (
+    NAMES,
+    Kernels,
+    choose_kernels,
+    shape_for_kernels,
+    trials_on,
+)
+from rlboost_runtime.trainer.kernels.experts import use_grouped_experts
 from rlboost_runtime.trainer.learn import lora as adapters
 from rlboost_runtime.trainer.learn.loading import StoredWeights, find_stored, hollow_model
 from rlboost_runtime.trainer.learn.logprobs import LogprobModel
@@ -97,6 +106,7 @@ class Policy:
         self.stop_token_ids = stop_token_ids(model, tokenizer)
         self.scorer = LogprobModel(model)
         self._tied = find_tied(model)
+        self._layout = FileLayout.of(model)
         self.stored: StoredWeights | StoredState | None = None
         """The files from which `spread` reads the weights of a hollow model; None: the model has them."""
         self._lora: Lora | None = None
@@ -167,9 +177,29 @@ class Policy:
         if trainer.dtype == "bfloat16" or (trainer.dtype == "auto" and self.mover.device.type == "cuda"):
             self.scorer.compute_dtype = torch.bfloat16
             self.scorer.autocast = ranks.num == 1
+        use_grouped_experts(self.model)
         if trainer.checkpoints_activations:
             _checkpoint_activations(self.model)
         self.spread(ranks, is_sent=is_sent)
+        if not self.mover.moves:
+            self.try_kernels()
+
+    def try_kernels(self) -> Kernels:
+        """Choose the fast forms of the arithmetic that agree with the plain ones where the model is now, on
+        all ranks. The first `Residency.take` calls this: before it, engines may be using the GPU."""
+        shape = shape_for_kernels(self.model.config.get_text_config())
+        dtype = self.scorer.compute_dtype
+        mine = choose_kernels(trials_on(shape, self.device, dtype), dtype)
+        lacks = self._ranks.largest([0.0 if getattr(mine, name) else 1.0 for name in NAMES])
+        elsewhere = {
+            name: "refused on another rank"
+            for name, lack in zip(NAMES, lacks, strict=True)
+            if lack and getattr(mine, name)
+        }
+        found = replace(mine, refused={**mine.refused, **elsewhere}, **dict.fromkeys(elsewhere, False))
+        use_grouped_experts(self.model, is_on=found.experts)
+        self.scorer.kernels = found
+        return found
 
     def spread(self, ranks: Ranks, *, is_sent: bool) -> None:
         """Give each rank its rows of the weights; with one rank that is all. `is_sent` as in `set_up`, which
@@ -245,7 +275,8 @@ class Policy:
         """Write the model in HF format, float32, exactly; without adapters."""
         for name, content in self.small_files().items():
             (folder / name).write_bytes(content)
-        model = {name: tensor.contiguous() for name, tensor in adapters.frozen(self.full_state()).items()}
+        own = adapters.frozen(self.full_state()).items()
+        model = {name: each.contiguous() for pair in own for name, each in self._layout.split(*pair)}
         save_file(model, folder / "model.safetensors", metadata={"format": "pt"})
 
     def export(self, folder: Path, dtype: str = "float32") -> None:
@@ -253,16 +284,20 @@ class Policy:
         kind = getattr(torch, dtype)
         state = {
             name: tensor.to("cpu", kind if tensor.is_floating_point() else tensor.dtype)
-            for name, tensor in self.weights()
+            for name, tensor in self._served()
         }
         self.model.save_pretrained(folder, state_dict=state)
         config = json.loads((folder / "config.json").read_bytes())
         (folder / "config.json").write_text(json.dumps(config | {"dtype": dtype}, indent=2) + "\n")
         self.tokenizer.save_pretrained(folder)
 
-    def _merged_state(self) -> dict[str, Tensor]:
+    def _served(self, *, frozen: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Yield what `weights` does, by the model's own names and in its form."""
+        if self._lora is None:
+            yield from self._gathered()
+            return
         state = self.full_state()
-        return state if self._lora is None else adapters.merged(state, self._lora)
+        yield from (adapters.frozen(state) if frozen else adapters.merged(state, self._lora)).items()
 
     def forward(
         self,
@@ -272,9 +307,11 @@ class Policy:
         scorer: LogprobModel | None = None,
     ) -> Forward:
         """Return logprobs of the responses, each after its prompt (at least one token). `temperature` 0 reads
-        as 1. `scorer`: another model's, on the same device."""
+        as 1. `scorer`: what scores them, without entropies: this policy's or another model's, on the same
+        device."""
         batch = pack(prompts, responses).to(self.device)
-        logprobs_N, entropies_N = (scorer or self.scorer)(batch, temperature or 1.0)
+        only_scores = scorer is not None
+        logprobs_N, entropies_N = (scorer or self.scorer)(batch, temperature or 1.0, only_scores=only_scores)
         return Forward(
             batch.table(logprobs_N), batch.table(entropies_N), batch.table(torch.ones_like(entropies_N))
         )
@@ -301,7 +338,7 @@ class Policy:
 
     def _unsharded(self) -> LogprobModel:
         """Return a whole model with the present weights, in main memory; only rank 0 may call this."""
-        weights = {name: tensor.to("cpu") for name, tensor in self.weights()}
+        weights = {name: tensor.to("cpu") for name, tensor in self._served()}
         weights |= {entry.name: weights[entry.same_as] for entry in self._tied}
         with torch.device("meta"):
             model = type(self.model)(copy.deepcopy(self.model.config))
@@ -314,16 +351,14 @@ class Policy:
         return scorer
 
     def weights(self, *, frozen: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights that engines compute with, by name, whole, tied ones once, one at a time.
+        """Yield the weights that engines compute with, as files have them (`FileLayout`), whole, tied ones
+        once, one at a time.
 
         Each may share the model's memory or be gathered for the moment. Nothing on ranks other than 0.
         `frozen`: the weights under the adapters, without these.
         """
-        if self._lora is not None:
-            state = adapters.frozen(self.full_state()) if frozen else self._merged_state()
-            yield from state.items()
-            return
-        yield from self._gathered()
+        for name, tensor in self._served(frozen=frozen):
+            yield from self._layout.split(name, tensor)
 
     def adapter_files(self, dtype: str) -> dict[str, bytes]:
         """Return the adapters as files of a version; without content on ranks other than 0."""
@@ -333,7 +368,8 @@ class Policy:
 
     def tied(self) -> list[Tied]:
         """Return the parameters that share another one's memory and are not written."""
-        return list(self._tied)
+        name = self._layout.name
+        return [Tied(name(each.name), name(each.same_as)) for each in self._tied]
 
 
 class Residency:
@@ -348,6 +384,7 @@ class Residency:
         self._mover = policy.mover
         self._optimizer = optimizer
         self._ranks = ranks
+        self._are_kernels_tried = not self._mover.moves
         self.awake_s = self.asleep_s = 0.0
         """Total seconds that `take` and `free` took in this process: the trainer's share of hand-overs."""
 
@@ -371,6 +408,9 @@ class Residency:
         self._move(self._mover.onto)
         self._mover.wait()
         self._policy.is_away = False
+        if not self._are_kernels_tried:
+            self._optimizer.use_fused(is_on=self._policy.try_kernels().adamw)
+            self._are_kernels_tried = True
         self.awake_s += time.monotonic() - started
 
     def _move(self, how: Callable[[Tensor], Tensor]) -> None:

@@ -167,6 +167,8 @@ class Ranks:
             return ALONE
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        # Without a device_id: NCCL then takes its memory at the first collective, after the first `take`, and
+        # not now, while engines may be awake.
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
         control, files = (dist.new_group(backend="gloo", timeout=COMMAND_TIMEOUT) for _ in range(2))
@@ -332,6 +334,11 @@ class Adam(torch.optim.AdamW):
         )  # fmt: skip
         self.offload = offload
         self._mover = mover
+
+    def use_fused(self, *, is_on: bool) -> None:
+        """Take steps as one kernel, or as plain arithmetic."""
+        for group in self.param_groups:
+            group["fused"], group["foreach"] = is_on, False  # foreach would take the weights' memory again
 
     def update(self) -> None:
         """Take a step with the gradients as they are."""

@@ -51,6 +51,7 @@ class Reference:
                 yield self._policy.scorer
             return
         mover = self._policy.mover
+        self._scorer.kernels = self._policy.scorer.kernels
         if mover.moves:
             self._scorer._apply(mover.onto)  # type: ignore[no-untyped-call]
         try:

@@ -296,7 +296,9 @@ class _StateWriter(FileSystemWriter):
 
     def __init__(self, folder: Path, ranks: Ranks) -> None:
         is_far = not ranks.is_beside_first(ranks.rank)
-        super().__init__(folder, sync_files=False)  # the files sync themselves
+        # The files sync themselves. The rows are in main memory; copied ahead on a CUDA stream, they would
+        # cost every rank a context on GPU 0, which is the device of a new thread.
+        super().__init__(folder, sync_files=False, per_thread_copy_ahead=0)
         assert ranks.files is not None or not is_far
         self.fs = _FarDisk(cast(dist.ProcessGroup, ranks.files)) if is_far else _Disk()
         self.digests = self.fs.digests

@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from rlboost_runtime.errors import ConfigError
+from rlboost_runtime.file_tensors import FileLayout
 from rlboost_runtime.job import Job, TinyModel
 from rlboost_runtime.trainer.data.chat import PromptEncoder
 from rlboost_runtime.trainer.models.tiny import make_model, make_tokenizer
@@ -89,9 +90,10 @@ def _from_files(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 def _check_weights(folder: Path, model: PreTrainedModel) -> None:
     """Raise `ConfigError` where the folder's files lack weights of the model: they would be left random."""
-    stored = _stored_names(folder)
+    stored, layout = _stored_names(folder), FileLayout.of(model)
     tied = {name for group in _tied(model) if set(group) & stored for name in group}
-    missing = sorted({name for name, _ in model.named_parameters()} - stored - tied)
+    wanted = {name for name, _ in model.named_parameters()} - stored - tied  # any may be stored as it is
+    missing = sorted(part.name for name in wanted for part in layout.parts(name) if part.name not in stored)
     if missing:
         raise ConfigError(
             f"{folder} lacks {len(missing)} weights of its model, such as {missing[0]}",

