@@ -7,8 +7,8 @@
       lists/           NAME-DIGEST.json: {file: {"sha256", "size"}} of a list that is complete
 
 Lists are those of the shipment (`machine`, `vllm-gpu`, `vllm-cpu`) and `base`: uv and a Python for machines
-that have none. pip fetches and builds them, configured as it is on the head. A list is filled when it is first
-asked for, by one process at a time; whoever asks meanwhile is told so. Nothing else can be asked for.
+that have none. pip fetches and builds them, configured as it is on the head. A list is filled when it is
+first asked for, by one process at a time; whoever asks meanwhile is told so. Nothing else can be asked for.
 """
 
 from __future__ import annotations
@@ -42,6 +42,9 @@ LISTS = ("base", "machine", "vllm-gpu", "vllm-cpu")
 PYTHON_FILE = "python-3.11.tar.gz"
 _HASHED = ("--no-deps", "--require-hashes")
 _TORCH_FOR_CPU = "https://download.pytorch.org/whl/cpu"
+
+_OURS = ("PYTHONPATH", "VIRTUAL_ENV")
+"""Variables of our own Python that another one must not see."""
 
 Files = dict[str, dict[str, int | str]]
 """{name: {"sha256", "size"}}"""
@@ -85,7 +88,9 @@ class Wheelhouse:
             return "uv, Python 3.11"
         path = self._shipment() / f"{name}.txt"
         if name not in LISTS or not path.is_file():
-            raise RuntimeFault(f"machines of this run install no {name}", f"ask for one of {', '.join(LISTS)}")
+            raise RuntimeFault(
+                f"machines of this run install no {name}", f"ask for one of {', '.join(LISTS)}"
+            )
         return path.read_text(encoding="utf-8")
 
     def _complete(self, name: str, text: str) -> Files | None:
@@ -177,9 +182,9 @@ def _run(command: list[str]) -> None:
     """Run at low priority. Raises `RuntimeFault` with its last line."""
     with tempfile.TemporaryFile() as output:
         child = subprocess.Popen(
-            ["nice", "-n", "10", *command],
+            ["nice", "-n", "10", *command],  # noqa: S607
             stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
-            env={name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")},
+            env={name: value for name, value in os.environ.items() if name not in _OURS},
         )  # fmt: skip
         try:
             status: int | str = child.wait(FILL_S)

