@@ -109,6 +109,9 @@ _MODULES: dict[str, dict[str, str]] = {
     "account": {
         "acceptance": "Try a cloud account with real machines, within a budget, and write a report",
     },
+    "image": {
+        "image": "Make, list or delete machine images with torch, vLLM and RLBoost installed",
+    },
     "start": {
         "up": "Start a run without its trainer",
         "launch": "Start or continue a run and watch it; Ctrl-C detaches",

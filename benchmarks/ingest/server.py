@@ -224,6 +224,7 @@ async def serve(run: RunFolder, num_responses: int, num_agents: int, max_tokens:
         preempt=_refuse,
         stop=lambda *_: None,
         runtime=_nothing,
+        wheels=_no_wheels,
         is_live=lambda _: True,
     )
     server = make_server(make_app(handlers, read_token(run)), run)
@@ -235,6 +236,10 @@ async def serve(run: RunFolder, num_responses: int, num_agents: int, max_tokens:
     await server.serve([bind(run)])
     ticking.cancel()
     await made.driver.journal.close()
+
+
+async def _no_wheels(name: str) -> None:
+    return None
 
 
 def _end(server: Any) -> Callable[[], None]:  # uvicorn's server

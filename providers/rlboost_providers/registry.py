@@ -9,6 +9,7 @@ import contextlib
 from operator import itemgetter
 
 from rlboost_providers.base.accelerators import bandwidth
+from rlboost_providers.base.images import ImageStore
 from rlboost_providers.base.provider import Ability, CanSweep, Provider
 from rlboost_providers.base.tags import owner_of
 from rlboost_providers.base.traits import cloud_traits, egress_micro_usd_per_gb
@@ -45,6 +46,7 @@ def head_offer(trainer: Trainer) -> CloudOffer:
         image=trainer.image,
         disk_gb=trainer.disk_size_gb,
         disk_mib_per_s=None if trainer.disk_mib_per_s == "auto" else trainer.disk_mib_per_s,
+        disk_tier=trainer.disk_tier,
         max_price_usd_per_hour=trainer.max_price_usd_per_hour,
     )
 
@@ -230,6 +232,20 @@ def sweeper(cloud: str) -> CanSweep:
 
         return SkyPilotSweeper(home() / "sweep")
     raise ConfigError(f"{cloud} cannot be asked for machines by their tags", "name aws, gcp or skypilot")
+
+
+def image_store(infra: str) -> ImageStore:
+    """Return where images of ours are kept in a cloud, as CLOUD/REGION. Raises `ConfigError`."""
+    cloud, _, region = infra.partition("/")
+    if cloud == "aws" and region:
+        from rlboost_providers.aws.images import AwsImages
+
+        return AwsImages(region.partition("/")[0])
+    if cloud == "gcp":
+        from rlboost_providers.gcp.images import GcpImages
+
+        return GcpImages()
+    raise ConfigError(f"images are not kept in {infra}", "write aws/REGION or gcp")
 
 
 def require_ends(name: str, provider: Provider, *, allowed: bool) -> None:

@@ -75,7 +75,7 @@ def trial(infra: str, via: str | None, max_usd: float, changes: Path | None) -> 
     cloud = infra.partition("/")[0]
     if cloud not in known_clouds():
         raise ConfigError(f"{cloud} is no known cloud", f"write one of {', '.join(known_clouds())}")
-    wanted = {} if changes is None else _read(changes)
+    wanted = {} if changes is None else read_changes(changes)
     seller = via or ("direct" if cloud_traits(cloud).is_direct else "skypilot")
     fields = merged(merged(_fields(infra, seller), wanted), _ending(max_usd, wanted))
     path = home() / "acceptance" / f"{fields['name']}.yaml"
@@ -165,7 +165,8 @@ def _fields(infra: str, via: str) -> Json:
     }
 
 
-def _read(path: Path) -> Json:
+def read_changes(path: Path) -> Json:
+    """Return the fields of a job that a YAML file has. Raises `ConfigError`."""
     try:
         return dict(parse(path.read_text(encoding="utf-8")).data)
     except (OSError, UnicodeDecodeError, SyntaxMistake) as problem:

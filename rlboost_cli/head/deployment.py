@@ -57,7 +57,7 @@ def install(head: Head, there: dict[str, Any], job: Job, say: Say) -> None:
         answer, _ = head.ask(
             "install",
             say=lambda words: say(f"{head.place.host}: {words}"),
-            payload=_packed({path.name: path for path in sorted(shipment.iterdir())}),
+            payload=packed({path.name: path for path in sorted(shipment.iterdir())}),
             seconds=INSTALL_S,
         )
     if answer["status"] != 0:
@@ -79,7 +79,7 @@ def ship(head: Head, job: Job, say: Say) -> str:
         job_file = Path(folder) / name
         there = on_its_head(job, head).model_dump_json(exclude_defaults=True)  # JSON is YAML
         job_file.write_text(there, encoding="utf-8")
-        answer, _ = head.ask("ship", payload=_packed({**here, name: job_file}), seconds=INSTALL_S)
+        answer, _ = head.ask("ship", payload=packed({**here, name: job_file}), seconds=INSTALL_S)
     return f"{answer['folder']}/{name}"
 
 
@@ -131,7 +131,7 @@ def _model_folder(job: Job) -> Path | None:
     return None
 
 
-def _packed(files: dict[str, Path]) -> Iterator[bytes]:
+def packed(files: dict[str, Path]) -> Iterator[bytes]:
     """Yield a tar archive of `files` (by name) in blocks, without holding it."""
     for name, path in files.items():
         with path.open("rb") as file:

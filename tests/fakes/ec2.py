@@ -31,7 +31,7 @@ from botocore.config import Config
 from moto import settings
 from moto.core.responses import ActionResult
 from moto.ec2.exceptions import EC2ClientError
-from moto.ec2.models import ec2_backends
+from moto.ec2.models import EC2Backend, ec2_backends
 from moto.ec2.models.instances import StateReason
 from moto.ec2.responses.fleets import Fleets
 from moto.ec2.responses.spot_instances import SpotInstances
@@ -329,6 +329,22 @@ def _tag(instance: Any, key: str) -> str:
     return next((tag["value"] for tag in instance.get_tags() if tag["key"] == key), "")
 
 
+_original_create_image = EC2Backend.create_image
+
+
+def create_image(
+    backend: Any, instance_id: str, name: str, description: str, tag_specifications: list[dict[str, Any]]
+) -> Any:
+    """CreateImage with tags for its snapshots, which moto refuses."""
+    of_image = [each for each in tag_specifications if each["ResourceType"] == "image"]
+    image = _original_create_image(backend, instance_id, name, description, of_image)
+    for each in tag_specifications:
+        if each["ResourceType"] == "snapshot":
+            for tag in each["Tags"]:
+                image.ebs_snapshot.add_tag(tag["Key"], tag["Value"])
+    return image
+
+
 @contextmanager
 def fake_ec2(folder: Path | None = None) -> Iterator[FakeEc2]:
     """Serve EC2 on loopback until the end; with `folder`, machines run there."""
@@ -353,6 +369,7 @@ def fake_ec2(folder: Path | None = None) -> Iterator[FakeEc2]:
         with (
             mock.patch.object(Fleets, "create_fleet", _method(fake.create_fleet)),
             mock.patch.object(SpotInstances, "describe_spot_price_history", _method(fake._history)),
+            mock.patch.object(EC2Backend, "create_image", create_image),
         ):
             yield fake
     finally:

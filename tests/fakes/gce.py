@@ -63,6 +63,8 @@ class FakeGce:
     refusals: deque[HttpRefusal] = field(default_factory=deque)
     calls: list[str] = field(default_factory=list)
     bodies: list[dict[str, Any]] = field(default_factory=list)
+    images: dict[str, dict[str, Any]] = field(default_factory=dict)
+    image_bodies: list[dict[str, Any]] = field(default_factory=list)
     console: str = ""
     """What machines write to their first serial port."""
     operation_s: float = 0.05
@@ -124,6 +126,11 @@ class FakeGce:
                 (rf"GET {API}/aggregated/machineTypes", self._machine_types),
                 (rf"GET {API}/aggregated/instances", self._list),
                 (rf"GET {API}/aggregated/operations", self._list_operations),
+                (rf"POST {API}/global/images", self._insert_image),
+                (rf"GET {API}/global/images", self._list_images),
+                (rf"GET {API}/global/images/([^/]+)", self._get_image),
+                (rf"DELETE {API}/global/images/([^/]+)", self._delete_image),
+                (rf"GET {API}/global/operations/([^/]+)", self._get_global_operation),
                 (rf"POST {API}/zones/([^/]+)/instances", self._insert),
                 (rf"GET {API}/zones/([^/]+)/instances/([^/]+)", self._get),
                 (rf"GET {API}/zones/([^/]+)/instances/([^/]+)/serialPort", self._serial_port),
@@ -141,7 +148,9 @@ class FakeGce:
     def _machine_types(self, query: dict[str, list[str]], body: Any) -> tuple[int, Any]:
         match = re.fullmatch(r'name = "([^"]+)"', query["filter"][0])
         assert match is not None, query
-        kinds = [{"name": match[1]}] if match[1] in ("g2-standard-4", "a3-highgpu-8g") else []
+        kinds = (
+            [{"name": match[1]}] if match[1] in ("g2-standard-4", "a3-highgpu-8g", "a3-ultragpu-8g") else []
+        )
         return self._page({f"zones/{zone}": {"machineTypes": kinds} for zone in ZONES}, query)
 
     def _insert(self, zone: str, query: dict[str, list[str]], body: Any) -> tuple[int, Any]:
@@ -174,10 +183,36 @@ class FakeGce:
             interface["networkIP"] = f"10.128.0.{number}"
             for access in interface.get("accessConfigs", []):
                 access["natIP"] = f"203.0.113.{number}"
+        for disk in body["disks"]:
+            disk["source"] = f"{link}/disks/{name}"
         self.instances[zone, name] = {**body, "status": "RUNNING", "zone": link, "creationTimestamp": _now()}
         if self.hypervisor is not None:
             items = {item["key"]: item["value"] for item in body["metadata"]["items"]}
             self.hypervisor.boot(body["labels"]["rlboost-machine"], items["startup-script"])
+
+    def _insert_image(self, query: dict[str, list[str]], body: Any) -> tuple[int, Any]:
+        if query.get("forceCreate") != ["true"]:  # as Google refuses the disk of a machine that runs
+            return 400, _error(400, "resourceInUseByAnotherResource")
+        self.image_bodies.append(body)
+        self.images[body["name"]] = {
+            **body, "status": "READY", "diskSizeGb": "60", "creationTimestamp": _now(),
+        }  # fmt: skip
+        return 200, self._operation("", "insert", body["name"])
+
+    def _list_images(self, query: dict[str, list[str]], body: Any) -> tuple[int, Any]:
+        assert query["filter"] == ["labels.rlboost-image:*"]
+        found = [each for each in self.images.values() if "rlboost-image" in each.get("labels", {})]
+        return 200, {"items": found}
+
+    def _get_image(self, name: str, query: dict[str, list[str]], body: Any) -> tuple[int, Any]:
+        return (200, self.images[name]) if name in self.images else (404, _error(404, "notFound"))
+
+    def _delete_image(self, name: str, query: dict[str, list[str]], body: Any) -> tuple[int, Any]:
+        del self.images[name]
+        return 200, self._operation("", "delete", name)
+
+    def _get_global_operation(self, name: str, query: dict[str, list[str]], body: Any) -> tuple[int, Any]:
+        return 200, self.operations[name]
 
     def _get(self, zone: str, name: str, query: dict[str, list[str]], body: Any) -> tuple[int, Any]:
         found = self.instances.get((zone, name))

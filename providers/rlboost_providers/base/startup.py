@@ -19,6 +19,7 @@ from rlboost_runtime.errors import ConfigError
 
 BOOT_S = 1200
 """Longest installation: a machine that is not ready by then ends itself (the head gave it up before)."""
+_OURS = "[ -e image.json ] || exit 0 # an image of the user's own has everything"
 _DONE_LINE = "END_OF_INSTALL"
 
 
@@ -28,9 +29,9 @@ def installation() -> str:
 
 
 def software(image: str | None, default: str) -> tuple[str, str]:
-    """Return a machine's image, and how rlboost and the engine are installed on it: not at all where the job
-    names an `image`, which has them."""
-    return (default, installation()) if image is None else (image, "")
+    """Return a machine's image, and how rlboost and the engine are installed on it: where the job names an
+    `image`, only the head's version of rlboost over that of an image of ours (`rlboost image`)."""
+    return (default, installation()) if image is None else (image, f"{_OURS}\n{installation()}")
 
 
 def script_of(request: LaunchRequest, cloud: str, install: str, longest: int) -> str:

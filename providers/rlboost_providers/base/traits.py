@@ -76,6 +76,8 @@ class DiskThroughput:
     iops_per_mib_per_s: int
     usd_per_iops: float
     """For what is above `included_iops`."""
+    gpus: frozenset[str] = frozenset()
+    """GPUs whose machines take such a disk; empty: all do."""
 
     def iops(self, mib_per_s: int) -> int:
         """Return the IOPS to ask for with this throughput."""
@@ -133,6 +135,13 @@ class CloudTraits:
     """For clouds in which a machine that shuts itself down stays, and its disk costs."""
     metadata: Callable[[], MetadataService] | None = None
     """Makes what reads the cloud's notices of reclaims on a machine; None: the cloud gives none."""
+
+    def throughput_sold(self, accelerators: str | None) -> DiskThroughput | None:
+        """Return what is sold for disks of machines with these GPUs, such as H100:8; None: nothing."""
+        sold = self.disk_throughput
+        if sold is None or not sold.gpus or (accelerators or "").partition(":")[0] in sold.gpus:
+            return sold
+        return None
 
     def storage_micro_usd_per_hour(self, disk_gb: int, *, spot: bool, mib_per_s: int | None = None) -> int:
         """Return micro-dollars per machine-hour for disk and public address, at list prices.

@@ -37,6 +37,10 @@ ALL_SCOPES = "https://www.googleapis.com/auth/cloud-platform"
 """Its roles alone then say what a service account may do."""
 DISK_TYPE = "pd-balanced"
 """Every machine type with GPUs takes it up to A3, which refuses pd-standard, what Google takes unasked."""
+HYPERDISK = "hyperdisk-balanced"
+"""Where a throughput is asked for, and where Google takes no other."""
+_ONLY_HYPERDISK = ("a3-ultragpu-", "a4-", "a4x-")
+"""How machine types begin that have no persistent disks."""
 ENDS = {
     "delete": "terminated",
     "compute.instances.preempted": "reclaimed",
@@ -63,6 +67,8 @@ class GcpPool:
     spot: bool = True
     image: str = DEFAULT_IMAGE
     disk_gb: int = 200
+    disk_mib_per_s: int | None = None
+    """Throughput that is asked for, of a Hyperdisk; None: what the disk has without."""
     network: str = "global/networks/default"
     service_account: str | None = None
     reservation: str | None = None
@@ -132,9 +138,12 @@ def _pool(book: PriceBook, offer: CloudOffer, spot: bool, head: str | None) -> G
         spot=spot,
         image=image,
         disk_gb=offer.disk_gb,
+        disk_mib_per_s=offer.disk_mib_per_s,
         install=install,
         egress_micro_usd_per_gb=egress_micro_usd_per_gb(head, offer.infra, offer.egress_usd_per_gb),
-        storage_micro_usd_per_hour=traits.storage_micro_usd_per_hour(offer.disk_gb, spot=spot),
+        storage_micro_usd_per_hour=traits.storage_micro_usd_per_hour(
+            offer.disk_gb, spot=spot, mib_per_s=offer.disk_mib_per_s
+        ),
     )
 
 
@@ -215,7 +224,7 @@ def instance_resource(
         scheduling.instance_termination_action = "DELETE"
         scheduling.max_run_duration = compute.Duration(seconds=pool.flex_start_s)
     disk = compute.AttachedDiskInitializeParams(
-        source_image=pool.image, disk_size_gb=pool.disk_gb, disk_type=f"zones/{zone}/diskTypes/{DISK_TYPE}"
+        source_image=pool.image, disk_size_gb=pool.disk_gb, labels=labels, **_disk_kind(pool, zone)
     )
     accounts = [] if pool.service_account is None else [pool.service_account]
     return compute.Instance(
@@ -240,6 +249,17 @@ def instance_resource(
         reservation_affinity=_affinity(pool),
         service_accounts=[compute.ServiceAccount(email=each, scopes=[ALL_SCOPES]) for each in accounts],
     )
+
+
+def _disk_kind(pool: GcpPool, zone: str) -> dict[str, Any]:
+    """Return type, throughput and IOPS of a machine's disk, as Google names them."""
+    sold, wanted = cloud_traits(NAME).disk_throughput, pool.disk_mib_per_s
+    if wanted is None and not pool.machine_type.startswith(_ONLY_HYPERDISK):
+        return {"disk_type": f"zones/{zone}/diskTypes/{DISK_TYPE}"}
+    found: dict[str, Any] = {"disk_type": f"zones/{zone}/diskTypes/{HYPERDISK}"}
+    if wanted is not None and sold is not None:
+        found |= {"provisioned_throughput": wanted, "provisioned_iops": sold.iops(wanted)}
+    return found
 
 
 def _affinity(pool: GcpPool) -> Any:

@@ -71,6 +71,7 @@ class GcpClients:
     machine_types: Any
     zone_operations: Any
     operations: Any
+    images: Any
 
 
 class GcpProvider:
@@ -435,6 +436,7 @@ def make_clients(project: str, credentials: Any, endpoint: str | None = None) ->
         compute.MachineTypesClient(**options),
         compute.ZoneOperationsClient(**options),  # the clients' own `result()` asks Google whatever was set
         compute.GlobalOperationsClient(**options),
+        compute.ImagesClient(**options),
     )
 
 

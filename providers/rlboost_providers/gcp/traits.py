@@ -12,6 +12,7 @@ from rlboost_providers.base.metadata import Announcement, get, service_url
 from rlboost_providers.base.traits import (
     CloudTraits,
     CredentialPlaces,
+    DiskThroughput,
     MachineIdentity,
     ProviderTraits,
     SelfDeletion,
@@ -74,6 +75,14 @@ _REGIONS = (
     *("australia-southeast1", "australia-southeast2"),
 )
 """As of 2026: https://cloud.google.com/compute/docs/regions-zones"""
+_HYPERDISK = DiskThroughput(
+    included=140, most=2400, usd_per_mib_per_s=0.04,
+    included_iops=3000, iops_per_mib_per_s=4, usd_per_iops=0.005,
+    gpus=frozenset({"H100", "H100-MEGA-80GB", "H200", "B200", "GB200"}),
+)  # fmt: skip
+"""Hyperdisk Balanced, which takes 4 IOPS per MiB/s; list prices of us-central1, not checked against an
+account: https://cloud.google.com/compute/disks-image-pricing. Machines with L4, A100 and older GPUs do not
+boot from it: their pd-balanced is as fast as it is large."""
 _CLOUD = CloudTraits(
     name=NAME,
     min_billed_s=MIN_BILLED_S,
@@ -89,6 +98,7 @@ _CLOUD = CloudTraits(
         as_of="2026-09-20",
     ),
     disk_usd_per_gb_month=0.10,
+    disk_throughput=_HYPERDISK,
     address_usd_per_hour=0.005,
     spot_address_share=0.5,
     is_direct=True,

@@ -262,6 +262,8 @@ class SkyPilotProvider:
         if self._head is not None:
             resources["ports"] = list(self._head.ports)
         resources["accelerators"] = entry.accelerators
+        if entry.disk_tier is not None:
+            resources["disk_tier"] = entry.disk_tier
         if entry.image is not None:
             resources["image_id"] = entry.image
         return {"NAME": record.cluster, "RESOURCES": resources}

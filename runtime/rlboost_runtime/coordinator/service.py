@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import msgspec
 
@@ -59,6 +60,7 @@ from rlboost_runtime.core.core import Core
 from rlboost_runtime.core.state.machines import MachineState
 from rlboost_runtime.deploy.bootstrap import RESERVED_MACHINE, instances_of, make_bootstrap
 from rlboost_runtime.deploy.shipment import Software, archive, common_part
+from rlboost_runtime.deploy.wheelhouse import Wheelhouse
 from rlboost_runtime.errors import NotFound, RLBoostError, RuntimeFault
 from rlboost_runtime.job import Job, LocalOffer
 from rlboost_runtime.logs import event as log_event
@@ -66,6 +68,7 @@ from rlboost_runtime.money import parse_usd
 from rlboost_runtime.run.checkpoints import ancestors_of
 from rlboost_runtime.run.credentials import Revocations
 from rlboost_runtime.run.folder import RunFolder, give_up_reserve, read_json, write_json
+from rlboost_runtime.run.head import url_for
 from rlboost_runtime.run.priors import PriorStore
 from rlboost_runtime.run.security import read_token
 from rlboost_runtime.seams import Clock, Disk
@@ -201,6 +204,7 @@ class Coordinator:
         )  # fmt: skip
         head = own_head_machine(run)
         self._stay_micro_usd = 0 if head is None else stay_micro_usd(head)
+        self._wheelhouse = Wheelhouse(self._shipment)
         self._ending: RunEnd | None = None
         self._revoked, self._known_revoked = Revocations(run), frozenset[str]()
         self._revoked_until = 0
@@ -370,14 +374,24 @@ class Coordinator:
             preempt=self._preempt,
             stop=self.end_run,
             runtime=self._runtime,
+            wheels=self._wheels,
             is_live=self._is_live,
         )
 
     async def _runtime(self) -> bytes:
+        return await asyncio.to_thread(lambda: archive(self._shipment()))
+
+    def _shipment(self) -> Path:
         rollout = self._job.rollout
         software = Software.for_engine(rollout.engine, rollout.engine_args.python)
-        folder = self._run.cloud / "shipment"
-        return await asyncio.to_thread(lambda: archive(common_part(folder, software)))
+        return common_part(self._run.cloud / "shipment", software)
+
+    async def _wheels(self, name: str) -> dict[str, object] | None:
+        files = await asyncio.to_thread(self._wheelhouse.contents, name)
+        served = read_json(self._run.weights_endpoint)
+        if files is None or served is None:
+            return None
+        return {"url": f"{url_for(served, on_head=False)}/v1/wheels/", "files": files}
 
     async def _preempt(self, name: str, notice_s: float | None) -> None:
         core = self._driver.core

@@ -6,6 +6,7 @@
     machine.txt                      pinned versions of everything that it needs
     vllm-gpu.txt, vllm-cpu.txt       where it is to have vLLM, too: versions for a venv of its own
     install.sh                       puts all that into place; phases timed in install.json
+    wheels.py                        fetches packages from the head, for install.sh
     agents.sh                        runs the machine's agents, then gives the machine up
     bootstrap.json                   mode 600: what the agents need to dial in
 
@@ -78,6 +79,8 @@ def common_part(folder: Path, software: Software) -> Path:
     try:
         build_wheel(draft)
         (draft / "install.sh").write_text(template("install.sh"), encoding="utf-8")
+        program = resources.files("rlboost_runtime.remote").joinpath("wheels.py")
+        (draft / "wheels.py").write_text(program.read_text(encoding="utf-8"), encoding="utf-8")
         versions = template("machine.txt" if software.trains else "agent.txt")
         (draft / "machine.txt").write_text(versions, encoding="utf-8")
         for name in _ENGINE_LISTS if software.vllm else ():

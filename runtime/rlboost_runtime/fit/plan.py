@@ -376,7 +376,7 @@ def _disk_bytes(job: Job, shape: TransformerShape, version: int, checkpoint: int
 
 def _disk_range(trainer: Trainer) -> tuple[float, float]:
     """Return least and most bytes per second of a bought head's disk, which are the same if it is written."""
-    sold = cloud_traits(trainer.cloud).disk_throughput
+    sold = cloud_traits(trainer.cloud).throughput_sold(trainer.accelerators)
     if not trainer.is_bought or trainer.via != "direct" or sold is None:
         return 0.0, math.inf
     if trainer.disk_mib_per_s != "auto":

@@ -82,13 +82,24 @@ class SshOffer(Model):
         return self
 
 
-def throughput_problem(cloud: str, via: str, mib_per_s: int | None) -> str | None:
-    """Return why a disk of `cloud` cannot have this throughput, with what to do; None: it can."""
+DiskTier = Literal["low", "medium", "high", "ultra", "best"]
+"""SkyPilot's tiers of disks."""
+
+
+def throughput_problem(
+    cloud: str, via: str, accelerators: str | None, mib_per_s: int | None, tier: str | None
+) -> str | None:
+    """Return why a disk of a machine with these GPUs in `cloud` cannot have this throughput or tier, with
+    what to do; None: it can."""
+    if tier is not None and via != "skypilot":
+        return f"disk_tier is SkyPilot's, but via is {via}; write disk_mib_per_s"
     if mib_per_s is None:
         return None
-    sold = cloud_traits(cloud).disk_throughput
-    if sold is None or via != "direct":
-        return f"disk_mib_per_s is not asked for in {cloud} via {via}; remove it"
+    if via != "direct":
+        return f"disk_mib_per_s is not asked for in {cloud} via {via}; write disk_tier"
+    sold = cloud_traits(cloud).throughput_sold(accelerators)
+    if sold is None:
+        return f"disk_mib_per_s is not sold in {cloud} for machines with {accelerators}; remove it"
     if sold.included <= mib_per_s <= sold.most:
         return None
     return f"disk_mib_per_s is {mib_per_s}; {cloud} has {sold.included} to {sold.most}; write one of these"
@@ -115,7 +126,10 @@ class CloudOffer(Model):
     disk_gb: int = Field(default=200, ge=20, le=65_536)
     """Size of the machine's disk, in GB."""
     disk_mib_per_s: int | None = Field(default=None, ge=1)
-    """aws, direct: throughput of the disk, 125 to 1000 MiB/s; null: the disk's own 125."""
+    """Direct: throughput of the disk; aws: 125 to 1000 MiB/s, gcp with H100 or newer: 140 to 2400; null: the
+    disk's own, 125 on aws."""
+    disk_tier: DiskTier | None = None
+    """skypilot: its tier of the disk; null: SkyPilot's own, medium."""
     egress_usd_per_gb: float | None = Field(default=None, ge=0, le=MAX_USD)
     """Price of a gigabyte from the head to such a machine; null: the list price of the head's cloud from its
     region to this one (docs/cost-report.md)."""
@@ -130,7 +144,8 @@ class CloudOffer(Model):
             raise ValueError(
                 f"infra {self.infra} cannot be used direct; write aws/REGION or gcp/REGION, or via: skypilot"
             )
-        if problem := throughput_problem(cloud, self.via, self.disk_mib_per_s):
+        disk = self.disk_mib_per_s, self.disk_tier
+        if problem := throughput_problem(cloud, self.via, self.accelerators, *disk):
             raise ValueError(problem)
         return self
 

@@ -10,12 +10,12 @@ from pydantic import Field, model_validator
 
 from rlboost_providers.base.traits import cloud_traits, known_clouds
 from rlboost_runtime.job.base import MAX_USD, Host, Model, check_zone
-from rlboost_runtime.job.rollout import num_devices, throughput_problem
+from rlboost_runtime.job.rollout import DiskTier, num_devices, throughput_problem
 
 OWN_MACHINE = ("hosts", "jump_host", "identity_file", "price_usd_per_hour", "location")
 """Fields of `Trainer` that tell of a machine of the user's own."""
 BOUGHT_MACHINE = (
-    *("via", "instance_type", "image", "disk_gb", "disk_mib_per_s", "max_price_usd_per_hour"),
+    *("via", "instance_type", "image", "disk_gb", "disk_mib_per_s", "disk_tier", "max_price_usd_per_hour"),
     *("role", "private_address", "allow_unended", "ssh_from"),
     *("reservation", "flex_start_hours", "max_wait_minutes"),
 )
@@ -61,8 +61,10 @@ class Trainer(Model):
     """Bought: disk size in GB, for weight versions, checkpoints and the token journal; auto: what model and
     keep_checkpoints need, or 500 if the model's configuration is unknown here."""
     disk_mib_per_s: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
-    """aws, direct: throughput of its disk, 125 to 1000 MiB/s; auto: enough to write a weight version within
-    30 s and a checkpoint within 5 minutes, up to the disk's most."""
+    """Direct: throughput of its disk; aws: 125 to 1000 MiB/s, gcp with H100 or newer: 140 to 2400; auto:
+    enough to write a weight version within 30 s and a checkpoint within 5 minutes, up to the disk's most."""
+    disk_tier: DiskTier | None = None
+    """Bought via skypilot: SkyPilot's tier of its disk; null: SkyPilot's own, medium."""
     max_price_usd_per_hour: float | None = Field(default=None, gt=0, le=MAX_USD)
     """Bought: highest hourly price; dearer machines are not launched. null: the on-demand price."""
     reservation: str | None = Field(default=None, pattern=r"^[A-Za-z0-9/_.-]+$")
@@ -200,12 +202,12 @@ class Trainer(Model):
                 raise ValueError(f"ssh_from: {problem}; write a network such as 203.0.113.7/32") from None
         if self.is_bought:
             written = None if self.disk_mib_per_s == "auto" else self.disk_mib_per_s
-            if wrong := throughput_problem(self.cloud, self.via, written):
-                raise ValueError(wrong)
             if self.accelerators is None:
                 raise ValueError(
                     f'accelerators is missing, but infra is {self.infra}; add accelerators: "H100:8"'
                 )
+            if wrong := throughput_problem(self.cloud, self.via, self.accelerators, written, self.disk_tier):
+                raise ValueError(wrong)
             if self.ranks > num_devices(self.accelerators):
                 raise ValueError(
                     f"ranks is {self.ranks}, one per GPU, but {self.accelerators} has"

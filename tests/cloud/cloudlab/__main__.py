@@ -15,7 +15,7 @@ from cloudlab.cloud import Cloud
 from cloudlab.image import build_image
 from cloudlab.machine import alone
 
-ACTIONS = ("machines", "refuse", "bare_images", "reclaim", "roles", "shell")
+ACTIONS = ("machines", "refuse", "bare_images", "cut_off_registry", "reclaim", "roles", "shell")
 
 
 def main() -> int:

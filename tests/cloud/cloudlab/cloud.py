@@ -59,6 +59,9 @@ class Cloud:
         self.records: dict[str, Record] = {}
         self._machines: dict[str, Machine] = {}
         self._bare_left = 0
+        self._has_registry = True
+        self._images: dict[str, Path] = {}
+        """By image id: what is /opt on machines of it."""
         self._refused: set[str] = set()
         self._taken: dict[str, float] = {}
         """Machines that are gone in silence, and when the API says so, by `time.monotonic`."""
@@ -79,6 +82,7 @@ class Cloud:
         url = f"http://{host}:{port}"
         _furnish(url)
         self._obey_refusals()
+        self._keep_images()
         self._hypervisor.start()
         return url
 
@@ -105,6 +109,10 @@ class Cloud:
     def bare_images(self, count: int) -> None:
         """Boot the next `count` spot machines from an image whose system has no Python, and no cache."""
         self._bare_left = count
+
+    def cut_off_registry(self, is_cut: bool) -> None:
+        """Have no package registry, and no uv, on machines that boot from now on."""
+        self._has_registry = not is_cut
 
     def reclaim(self, id: str, how: str) -> None:
         """Take a spot machine: `reset` its peers' connections, or leave them in silence (`silent`)."""
@@ -165,8 +173,13 @@ class Cloud:
         record = self.records[record.id] = replace(record, is_bare=is_bare)
         text = _user_data(instance.user_data)
         user, keys = _access(text)
+        image = replace(
+            self._image.bare if is_bare else self._image,
+            has_registry=self._has_registry,
+            opt=self._images.get(instance.image_id),
+        )
         machine = Machine(
-            record.id[-10:], record.address, user, keys, self._image.bare if is_bare else self._image,
+            record.id[-10:], record.address, user, keys, image,
             self._folder / "machines", text if text.startswith("#!") else "",
         )  # fmt: skip
         self._machines[record.id] = machine
@@ -176,6 +189,27 @@ class Cloud:
             self.records[record.id] = replace(record, problem=str(problem))
             return
         self.records[record.id] = replace(record, booted_at=time.time())
+
+    def _keep_images(self) -> None:
+        """Have CreateImage keep the machine's /opt, which is where our installations are."""
+        from moto.ec2.models import EC2Backend
+
+        create = EC2Backend.create_image
+
+        def create_image(
+            backend: Any, instance_id: str, *args: Any, tag_specifications: list[dict[str, Any]]
+        ) -> Any:
+            known = [each for each in tag_specifications if each["ResourceType"] == "image"]
+            made = create(backend, instance_id, *args, tag_specifications=known)  # moto tags no snapshots
+            target = self._folder / "images" / made.id
+            target.mkdir(parents=True)
+            inside = self._machines[instance_id].command("tar", "-c", "-C", "/opt", ".")
+            with subprocess.Popen(["tar", "-x", "-C", str(target)], stdin=subprocess.PIPE) as taken:
+                subprocess.run(inside, stdout=taken.stdin, timeout=120, check=True)
+            self._images[made.id] = target
+            return made
+
+        EC2Backend.create_image = create_image
 
     def _obey_refusals(self) -> None:
         from moto.ec2.exceptions import EC2ClientError

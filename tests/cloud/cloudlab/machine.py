@@ -109,6 +109,10 @@ class Image:
     """Lies over `home`: what an installation of our runtime left there."""
     has_python: bool = True
     """Whether the system has a Python."""
+    has_registry: bool = True
+    """Whether uv is there and the region's mirror is reached; else there is no way to any package."""
+    opt: Path | None = None
+    """Becomes /opt, copy-on-write: that of the machine that the image was made of."""
 
     @property
     def bare(self) -> Image:
@@ -231,6 +235,7 @@ class Machine:
             *("unshare", "--mount", "--pid", "--uts", "--ipc", "--fork", "--kill-child"),
             *("bash", str(_INIT), str(self._folder), self.name, self.user, str(USER_ID)),
             *(self._image.layers, str(self._image.wheels), "yes" if self._image.has_python else "no"),
+            *("yes" if self._image.has_registry else "no", str(self._image.opt or "")),
         ]
 
     def _answers(self) -> bool:

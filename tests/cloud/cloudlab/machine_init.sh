@@ -1,6 +1,6 @@
 # First process of a lab machine, inside its namespaces: makes the root and becomes sshd.
 set -eu
-folder=$1 name=$2 user=$3 uid=$4 home_layers=$5 wheels=$6 has_python=$7
+folder=$1 name=$2 user=$3 uid=$4 home_layers=$5 wheels=$6 has_python=$7 has_registry=$8 opt=$9
 
 mount --make-rprivate /
 mount -t tmpfs -o size=100g tmpfs "$folder" # as large as a head asks its disk to be, and as empty
@@ -13,10 +13,18 @@ mount --rbind /dev "$root/dev"
 mount --rbind /sys "$root/sys"
 for hidden in run root opt work mnt srv; do [ -d "$root/$hidden" ] && mount -t tmpfs -o mode=755 tmpfs "$root/$hidden"; done
 for shared in tmp var/tmp; do mount -t tmpfs -o mode=1777 tmpfs "$root/$shared"; done
-mkdir -p "$root/var/wheels"
-mount --bind -o ro "$wheels" "$root/var/wheels"
-touch "$root/usr/local/bin/uv"
-mount --bind "$root/home/ubuntu/.local/bin/uv" "$root/usr/local/bin/uv" # for every account
+if [ -n "$opt" ]; then
+  mkdir "$folder"/{opt,opt.work}
+  mount -t overlay -o lowerdir="$opt",upperdir="$folder/opt",workdir="$folder/opt.work" overlay "$root/opt"
+fi
+if [ "$has_registry" = yes ]; then
+  mkdir -p "$root/var/wheels"
+  mount --bind -o ro "$wheels" "$root/var/wheels"
+  touch "$root/usr/local/bin/uv"
+  mount --bind "$root/home/ubuntu/.local/bin/uv" "$root/usr/local/bin/uv" # for every account
+else
+  rm -rf "$root/home/ubuntu/.local" "$root/home/ubuntu/.rlboost" "$root/usr/local/bin/uv"
+fi
 hostname "$name"
 
 printf '%s' "$USER_DATA" > "$root/run/user-data.sh"
@@ -37,7 +45,7 @@ chmod 700 "/home/$user" "/home/$user/.ssh"
 chmod 600 "/home/$user/.ssh/authorized_keys"
 echo "127.0.0.1 localhost $(hostname)" > /etc/hosts
 : > /etc/resolv.conf
-cp /var/wheels/uv.toml /etc/uv/uv.toml
+[ ! -e /var/wheels/uv.toml ] || cp /var/wheels/uv.toml /etc/uv/uv.toml
 printf '#!/bin/sh\nkill -TERM 1\n' > /usr/local/sbin/shutdown # sshd is this machine's first process
 chmod 755 /usr/local/sbin/shutdown
 rm -f /etc/ssh/ssh_host_*

@@ -27,9 +27,9 @@ from rlboost_runtime.weights.store.store import WeightStore
 pytestmark = pytest.mark.integration
 WHO = ("nobody", "wrong", "forged", "other run", "revoked", "live", "run")
 REFUSED = {"nobody": 401, "wrong": 401, "forged": 401, "other run": 401, "revoked": 403, "live": 403}
-AGENTS = frozenset({("WEBSOCKET", "/v1/agent"), ("GET", "/v1/runtime")})
+AGENTS = frozenset({("WEBSOCKET", "/v1/agent"), ("GET", "/v1/runtime"), ("GET", "/v1/wheels/{name}")})
 """What an agent may use; all else is the run's alone, so a new route is closed to agents until it is here."""
-OPENED = {"WEBSOCKET": 101, "GET": 200, "POST": (200, 202, 400)}
+OPENED = {"WEBSOCKET": 101, "GET": (200, 202), "POST": (200, 202, 400)}
 
 
 @pytest.fixture
@@ -63,12 +63,17 @@ async def _nothing(*_: object) -> bytes:
     return b""
 
 
+async def _no_wheels(name: str) -> None:
+    return None
+
+
 @contextmanager
 def coordinator(run: RunFolder) -> Iterator[tuple[int, set[tuple[str, str]]]]:
     """Serve the coordinator's port; yield it and the routes that its router knows."""
     handlers = Handlers(
         agent=_end, trainer=_end, requests=_end, status=dict, preempt=_nothing, stop=lambda *_: None,
-        runtime=_nothing, is_live=lambda machine: machine not in Revocations(run).machines(),
+        runtime=_nothing, wheels=_no_wheels,
+        is_live=lambda machine: machine not in Revocations(run).machines(),
     )  # fmt: skip
     listener, app = bind(run), make_app(handlers, security.read_token(run))
     routes: set[tuple[str, str]] = set()
@@ -127,7 +132,8 @@ def test_each_route_of_the_weight_server_is_for_reading_and_refuses_the_revoked(
     assert methods == {"do_GET"}  # publishes nothing, whoever asks
     paths = set(re.findall(r'self\.path == "([^"]+)"', inspect.getsource(http._Handler)))
     assert paths == {"/v1/weights/latest"}
-    paths |= {"/v1/weights/3/manifest.json", "/v1/weights/3/have", "/elsewhere"}
+    paths |= {"/v1/weights/3/manifest.json", "/v1/weights/3/have", "/elsewhere", "/v1/wheels/a-1.whl"}
+    paths |= {"/v1/wheels/..%2Fsecrets", "/v1/wheels/../files/a", "/v1/wheels/.draft"}
     with weight_server(run) as port:
         for path in sorted(paths):
             answers = {who: ask(run, port, "GET", path, headers) for who, headers in headers_of(run).items()}

@@ -24,7 +24,7 @@ from rlboost_cli.runs.run_status import run_status
 from rlboost_providers.base.startup import installation
 from rlboost_runtime.coordinator.links.server import Handlers, bind, make_app, make_server
 from rlboost_runtime.deploy.shipment import archive
-from rlboost_runtime.errors import NotFound, ProtocolError, ProviderError
+from rlboost_runtime.errors import NotFound, ProtocolError, ProviderError, RuntimeFault
 from rlboost_runtime.run.folder import RunFolder, read_json, write_json
 from rlboost_runtime.run.security import create_secrets, read_token
 from rlboost_runtime.seams import Transport
@@ -48,6 +48,9 @@ class Calls:
 
     async def runtime(self) -> bytes:
         return archive(self.shipped)
+
+    async def wheels(self, name: str) -> dict[str, Any] | None:
+        raise RuntimeFault(f"machines of this run install no {name}", "ask for another")
 
     async def preempt(self, instance: str, notice_s: float | None) -> None:
         if instance == "cloudless":
@@ -80,6 +83,7 @@ def calls(run: RunFolder) -> Iterator[Calls]:
         preempt=calls.preempt,
         stop=calls.stop,
         runtime=calls.runtime,
+        wheels=calls.wheels,
         is_live=lambda machine: True,
     )
     listener = bind(run)

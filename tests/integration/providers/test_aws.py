@@ -15,9 +15,11 @@ from typer.testing import CliRunner
 
 from rlboost_cli.main import app
 from rlboost_providers.aws.errors import fleet_problem
+from rlboost_providers.aws.images import AwsImages
 from rlboost_providers.aws.machines import AwsPool, inbound_to
 from rlboost_providers.aws.prices import PriceHistory, SpotPrices
 from rlboost_providers.aws.provider import AwsProvider
+from rlboost_providers.base.images import IMAGE as IMAGE_TAG
 from rlboost_providers.base.prices import ShippedTable, price_book
 from rlboost_providers.base.provider import CanShowConsole, LaunchRequest, MachineStatus, PartlyListed
 from rlboost_providers.base.tags import head_of, run_of
@@ -343,6 +345,8 @@ def test_what_a_machine_is_given(ec2, provider):
 def test_the_shipped_policy_allows_what_the_provider_does_and_no_other_call(ec2, provider):
     provider.launch(request(provider))
     provider.launch(replace(request(provider, "head-1"), head_script="#!/bin/bash\n"))
+    images = AwsImages(REGION, ec2.client(REGION))
+    images.delete(images.save(RUN, "head-1", "an image", {IMAGE_TAG: "1"}, lambda words: None).name)
     provider.console(RUN, "head-1")
     provider.preempt(RUN, "spot-0", None)
     provider.describe(RUN)
@@ -363,6 +367,8 @@ def test_the_shipped_policy_allows_what_the_provider_does_and_no_other_call(ec2,
     assert called == allowed - not_seen_here
     ending = next(s for s in policy["Statement"] if "ec2:TerminateInstances" in s["Action"])
     assert ending["Condition"] == {"Null": {"aws:ResourceTag/rlboost-run": "false"}}
+    deleting = next(s for s in policy["Statement"] if "ec2:DeregisterImage" in s["Action"])
+    assert deleting["Condition"] == {"Null": {"aws:ResourceTag/rlboost-image": "false"}}
 
 
 def test_a_head_is_reached_by_ssh_and_on_its_runs_ports_and_runs_its_own_script(ec2, provider):

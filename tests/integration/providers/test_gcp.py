@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -11,6 +12,8 @@ from importlib import resources
 import pytest
 from google.api_core.retry import Retry as GoogleRetry
 from google.auth.exceptions import GoogleAuthError, OAuthError, RefreshError, TransportError
+from google.cloud import compute_v1
+from google.protobuf import json_format
 
 from rlboost_providers.base.provider import CanShowConsole, LaunchRequest, MachineStatus
 from rlboost_providers.base.tags import head_of
@@ -32,6 +35,7 @@ from tests.fakes.hypervisor import wait_until
 
 pytestmark = pytest.mark.integration
 
+HYPERDISK = "zones/us-central1-b/diskTypes/hyperdisk-balanced"
 RUN, OWNER = "r1", "0123456789ab"
 POOL = GcpPool("us-central1", "L4:1", "g2-standard-4", 300_000, "test")
 
@@ -276,6 +280,51 @@ def test_a_machine_with_h100s_is_given_a_disk_that_it_takes(gce):
     [body] = gce.bodies
     [disk] = body["disks"]
     assert disk["initializeParams"]["diskType"] == "zones/us-central1-b/diskTypes/pd-balanced"
+
+
+@pytest.mark.parametrize(
+    ("machine_type", "mib_per_s", "disk"),
+    [
+        (
+            "a3-highgpu-8g",
+            939,
+            {"diskType": HYPERDISK, "provisionedThroughput": "939", "provisionedIops": "3756"},
+        ),
+        (
+            "a3-highgpu-8g",
+            200,
+            {"diskType": HYPERDISK, "provisionedThroughput": "200", "provisionedIops": "3000"},
+        ),
+        ("a3-ultragpu-8g", None, {"diskType": HYPERDISK}),  # takes no persistent disk
+        ("g2-standard-4", None, {"diskType": "zones/us-central1-b/diskTypes/pd-balanced"}),
+    ],
+)
+def test_the_disk_has_the_throughput_that_is_asked_for_and_the_runs_labels(
+    gce, machine_type, mib_per_s, disk
+):
+    pool = GcpPool("us-central1", "H100:8", machine_type, 20_000_000, "test", disk_mib_per_s=mib_per_s)
+    provider = GcpProvider([pool], OWNER, clients=lambda: gce.clients)
+    provider.launch(request(provider, zone="us-central1-b"))
+    [body] = gce.bodies
+    asked = body["disks"][0]["initializeParams"]
+    of_disk = {name: value for name, value in asked.items() if name.startswith(("diskType", "provisioned"))}
+    assert of_disk == disk
+    assert asked["labels"] == body["labels"]
+    assert body["labels"]["rlboost-run"] == RUN
+
+
+def test_every_field_that_is_asked_for_is_one_of_googles_api(gce):
+    """The request as it is sent, against the types that Google generates from its discovery document."""
+    pool = GcpPool(
+        "us-central1", "H100:8", "a3-highgpu-8g", 20_000_000, "test", spot=False, disk_mib_per_s=939,
+        reservation="mine", service_account="me@p.iam.gserviceaccount.com",
+    )  # fmt: skip
+    provider = GcpProvider([pool], OWNER, clients=lambda: gce.clients)
+    provider.launch(request(provider, zone="us-central1-b"))
+    [body] = gce.bodies
+    known = json_format.Parse(json.dumps(body), compute_v1.Instance.pb()(), ignore_unknown_fields=False)
+    assert known.disks[0].initialize_params.provisioned_throughput == 939
+    assert known.reservation_affinity.values == ["mine"]
 
 
 def test_another_owners_run_of_the_same_name_is_another_run(gce, provider):

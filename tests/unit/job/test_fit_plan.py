@@ -18,6 +18,7 @@ from rlboost_runtime.fit.plan import GB, fit_plan, misfits, resolved
 from rlboost_runtime.fit.shape import KNOWN_MODELS, find_shape
 from rlboost_runtime.job import CloudOffer, Job, Trainer
 from rlboost_runtime.job.file.load import JobErrors, load_job
+from rlboost_runtime.job.rollout import throughput_problem
 
 BOUGHT = ["aws", "gcp", "multi-cloud"]
 SIZES = ["8B", "14B", "32B"]
@@ -47,9 +48,9 @@ def test_every_template_fits_with_the_models_of_the_paper(template: str, size: s
     assert job.trainer.optimizer_offload is (size == "32B")
     assert job.trainer.micro_batch_tokens == (16_384 if size == "32B" else 32_768)
     assert job.trainer.disk_gb == {"8B": 500, "14B": 850, "32B": 1800}[size]
-    throughput = {"8B": 521, "14B": 939, "32B": 1000}[size]
-    assert job.trainer.disk_mib_per_s == (throughput if template == "aws" else "auto")
-    assert head_offer(job.trainer).disk_mib_per_s == (throughput if template == "aws" else None)
+    least = {"8B": 521, "14B": 939, "32B": 2083}[size]
+    most = {"aws": 1000, "gcp": 2400}[job.trainer.cloud]
+    assert job.trainer.disk_mib_per_s == head_offer(job.trainer).disk_mib_per_s == min(least, most)
     plan = fit_plan(job, KNOWN_MODELS[f"Qwen/Qwen3-{size}"])
     assert plan.gpu_has is not None
     assert plan.gpu_needs < 0.95 * plan.gpu_has
@@ -68,7 +69,7 @@ def test_the_plan_counts_with_the_throughput_that_is_written(tmp_path: Path) -> 
     [
         ("aws", "1200", "disk_mib_per_s: is 1200; aws has 125 to 1000; write one of these"),
         ("aws", "100", "disk_mib_per_s: is 100; aws has 125 to 1000; write one of these"),
-        ("gcp", "500", "disk_mib_per_s: is not asked for in gcp via direct; remove it"),
+        ("gcp", "3000", "disk_mib_per_s: is 3000; gcp has 140 to 2400; write one of these"),
     ],
 )
 def test_throughput_that_a_disk_cannot_have_is_refused(
@@ -240,3 +241,20 @@ def test_the_hub_cache_and_folders_are_read(tmp_path: Path, monkeypatch: pytest.
         assert shape is not None
         assert (shape.experts, shape.active_experts, shape.intermediate, shape.head_dim) == (8, 2, 32, 16)
     assert find_shape("acme/unheard-of") is None
+
+
+@pytest.mark.parametrize(
+    ("place", "mib_per_s", "tier", "problem"),
+    [
+        (("aws", "skypilot", "H100:8"), 500, None, "write disk_tier"),
+        (("aws", "direct", "H100:8"), None, "high", "write disk_mib_per_s"),
+        (("gcp", "direct", "L4:1"), 500, None, "not sold in gcp for machines with L4:1"),
+        (("gcp", "direct", "H100:8"), 2400, None, None),
+        (("aws", "skypilot", "H100:8"), None, "high", None),
+    ],
+)
+def test_throughput_is_for_the_clouds_own_api_and_tiers_are_for_skypilot(
+    place: tuple[str, str, str], mib_per_s: int | None, tier: str | None, problem: str | None
+) -> None:
+    said = throughput_problem(*place, mib_per_s, tier)
+    assert (said is None) if problem is None else (problem in str(said))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -189,7 +190,7 @@ def offer(**more: object) -> CloudOffer:
     )
 
 
-def test_an_offer_becomes_machine_types_and_a_bid() -> None:
+def test_an_offer_becomes_machine_types_and_a_bid(tmp_path: Path) -> None:
     [pool] = aws_pools([offer(max_price_usd_per_hour=14.0)], head="gcp/us-central1")
     assert pool.instance_types == ("p5.48xlarge",)
     assert pool.max_price_micro_usd_per_hour == 14_000_000
@@ -200,7 +201,12 @@ def test_an_offer_becomes_machine_types_and_a_bid() -> None:
     [bare] = aws_pools([offer(image=None)])
     assert bare.image.startswith("resolve:ssm:")
     assert "/v1/runtime" in bare.install
-    assert aws_pools([offer()])[0].install == "", "it is in the image"
+    with_image = aws_pools([offer()])[0].install
+    assert "/v1/runtime" in with_image, "the head's version goes over that of an image of RLBoost's"
+    done = subprocess.run(
+        ["bash", "-c", with_image], cwd=tmp_path, capture_output=True, timeout=10, check=True
+    )
+    assert (done.stdout, list(tmp_path.iterdir())) == (b"", []), "another image has everything"
     [on_demand] = aws_pools([offer()], spot=False)
     assert not on_demand.spot
     [named] = aws_pools([offer(accelerators="X9:3", instance_type="x9.mega")])

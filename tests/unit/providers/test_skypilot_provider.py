@@ -178,12 +178,13 @@ def test_a_launch_returns_once_the_cloud_gave_the_machine_and_its_setup_goes_on(
 
 
 def test_the_task_carries_the_jobs_wishes_and_tags_and_no_secret(make, tmp_path):
-    provider = make(image="ami-1", disk_gb=300)
+    provider = make(image="ami-1", disk_gb=300, disk_tier="high")
     provider.launch(request_for(provider))
     (task,) = (tmp_path / RUN).rglob("task.yaml")
     text = task.read_text()
     assert '"image_id": "ami-1"' in text
     assert '"disk_size": 300' in text
+    assert '"disk_tier": "high"' in text
     assert '"rlboost-machine": "spot-0"' in text
     assert "secret-token" not in text
     (bootstrap,) = (tmp_path / RUN).rglob("bootstrap.json")

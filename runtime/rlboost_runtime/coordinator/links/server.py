@@ -1,4 +1,4 @@
-"""The coordinator's one public port: TLS, bearer tokens, three WebSockets and five requests."""
+"""The coordinator's one public port: TLS, bearer tokens, three WebSockets and six requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import uvicorn
 from fastapi import FastAPI, HTTPException, Request, Response, WebSocket, WebSocketDisconnect
 from fastapi.responses import JSONResponse
 
-from rlboost_runtime.errors import NotFound, ProviderError, RLBoostError, port_taken
+from rlboost_runtime.errors import NotFound, ProviderError, RLBoostError, RuntimeFault, port_taken
 from rlboost_runtime.protocol.messages import MAX_MESSAGE_BYTES
 from rlboost_runtime.protocol.prometheus import CONTENT_TYPE, exposition
 from rlboost_runtime.protocol.status import read_status
@@ -46,6 +46,8 @@ class Handlers:
     """State, problem, remedy, and the exit code where it is not that of the state."""
     runtime: Callable[[], Awaitable[bytes]]
     """Returns what a machine that has only dialled out installs: a tar file."""
+    wheels: Callable[[str], Awaitable[dict[str, Any] | None]]
+    """Returns where and what the packages of a list are; None: not yet. Raises `RuntimeFault`: never."""
     is_live: Callable[[str], bool]
     """True for a machine of this run that may still exist and is not revoked."""
 
@@ -83,8 +85,8 @@ class ServedConnection:
 
 def make_app(handlers: Handlers, token: str) -> FastAPI:
     """Return the application. Every path requires `Authorization: Bearer TOKEN`: the run's token opens all,
-    an agent's credential `/v1/agent` and `/v1/runtime`. An unknown token gets 401, a known one without the
-    right 403, both with the same text (docs/security.md)."""
+    an agent's credential `/v1/agent`, `/v1/runtime` and `/v1/wheels`. An unknown token gets 401, a known one
+    without the right 403, both with the same text (docs/security.md)."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
 
     def judge(header: str | None, for_agents: bool) -> tuple[int, str | None]:
@@ -126,6 +128,15 @@ def make_app(handlers: Handlers, token: str) -> FastAPI:
     async def runtime(request: Request) -> Response:
         demand(request, for_agents=True)
         return Response(await handlers.runtime(), media_type="application/x-tar")
+
+    @app.get("/v1/wheels/{name}")
+    async def wheels(name: str, request: Request) -> Response:
+        demand(request, for_agents=True)
+        try:
+            found = await handlers.wheels(name)
+        except RuntimeFault as error:
+            raise HTTPException(404, _words(error)) from error
+        return JSONResponse(found or {}, 202 if found is None else 200)
 
     @app.post("/v1/preempt")
     async def preempt(request: Request) -> dict[str, Any]:

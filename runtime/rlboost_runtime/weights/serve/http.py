@@ -5,6 +5,7 @@
     GET /v1/weights/latest            {"version"}; 404 where there is none
     GET /v1/weights/VERSION/FILE      a file of the version's manifest or `manifest.json`; byte ranges work
     GET /v1/weights/VERSION/have      a byte per chunk of the manifest, 1 where it is here
+    GET /v1/wheels/FILE               a package for machines (`deploy.wheelhouse`), on the head only
 
 Threads, because sending is the kernel's and OpenSSL's work, which holds no lock of the interpreter: one
 process uses several cores, and a slow receiver blocks its own thread only.
@@ -55,6 +56,7 @@ IDLE_S = 60.0
 POLL_S = 0.1
 
 _FILE = re.compile(r"/v1/weights/([0-9]{1,12})/([A-Za-z0-9_.-]{1,128})", re.ASCII)
+_WHEEL = re.compile(r"/v1/wheels/([A-Za-z0-9_][A-Za-z0-9_.+!-]{0,254})", re.ASCII)
 _RANGE = re.compile(r"bytes=([0-9]{1,18})-([0-9]{0,18})", re.ASCII)
 
 
@@ -73,13 +75,16 @@ class WeightHttpServer(ThreadingMixIn, BaseServer):
         tls: ssl.SSLContext | None,
         access: str | Callable[[str | None], int],
         catalog: Catalog,
+        wheels: Path | None = None,
     ) -> None:
-        """`access`: the one token that opens it, or what judges an `Authorization` header: 200, 401, 403."""
+        """`access`: the one token that opens it, or what judges an `Authorization` header: 200, 401, 403.
+        `wheels`: folder of packages; None: none are served."""
         super().__init__(listener.getsockname(), _Handler)
         self.socket = listener
         self.tls = tls
         self.status_for = _only(access) if isinstance(access, str) else access
         self.catalog = catalog
+        self.wheels = wheels
         self.shares = FairShare()
         self.connections = Connections()
         listener.setblocking(True)
@@ -177,6 +182,9 @@ class _Handler(BaseHTTPRequestHandler):
             else:
                 self._send_json(200, {"version": version})
             return
+        if (wheel := _WHEEL.fullmatch(self.path)) is not None and self.server.wheels is not None:
+            self._answer_file(self.server.wheels / wheel[1], "there is no such package")
+            return
         match = _FILE.fullmatch(self.path)
         if match is None:
             self._send_json(404, {"error": "no such resource"})
@@ -199,13 +207,16 @@ class _Handler(BaseHTTPRequestHandler):
         if path is None:
             self._send_json(404, {"error": f"version {entry.manifest.version} has no such file"})
             return
+        self._answer_file(path, f"version {entry.manifest.version} no longer has {name}", entry)
+
+    def _answer_file(self, path: Path, absent: str, entry: Entry | None = None) -> None:
         try:
             with path.open("rb") as file:
                 self._send_file(entry, path, file.fileno())
         except FileNotFoundError:
-            self._send_json(404, {"error": f"version {entry.manifest.version} no longer has {name}"})
+            self._send_json(404, {"error": absent})
 
-    def _send_file(self, entry: Entry, path: Path, fd: int) -> None:
+    def _send_file(self, entry: Entry | None, path: Path, fd: int) -> None:
         size = os.fstat(fd).st_size
         wanted = self.headers.get("Range")
         start, end = 0, size
@@ -222,7 +233,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self.send_header("Content-Length", "0")
                 self.end_headers()
                 return
-        if not entry.has(path.name, start, end):
+        if entry is not None and not entry.has(path.name, start, end):
             self._send_json(409, {"error": "this part is not here yet"})
             return
         self.send_response(200 if wanted is None else 206)

@@ -29,6 +29,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from rlboost_runtime.deploy.wheelhouse import wheel_files
 from rlboost_runtime.errors import ProtocolError, RLBoostError, RuntimeFault, port_taken
 from rlboost_runtime.logs import event, explain, setup
 from rlboost_runtime.run import security
@@ -55,7 +56,8 @@ def serve(run: RunFolder, stop: threading.Event, linger_s: float = LINGER_S) -> 
     """Serve the run's versions until `stop` is set. Raises `PortTaken`."""
     listener = bind(run)
     catalog = StoreCatalog(WeightStore(run.weights), linger_s)
-    server = WeightHttpServer(listener, security.server_context(run), Readers(run).status_for, catalog)
+    access = Readers(run).status_for
+    server = WeightHttpServer(listener, security.server_context(run), access, catalog, wheel_files())
     port = listener.getsockname()[1]
     write_json(run.weights_endpoint, endpoint(port, read_address(run)))
     event(log, "weights.server_started", port=port)
