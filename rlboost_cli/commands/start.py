@@ -130,8 +130,7 @@ def serve(
 
     Example: rlboost serve serve.yaml
     """
-    from rlboost_cli.planning.launching import prepared
-    from rlboost_cli.runs.serving import require_served, wait_until_served
+    from rlboost_cli.planning.launching import prepared, require_served, wait_until_served
     from rlboost_cli.runs.target import find_job
     from rlboost_cli.terminal import output
     from rlboost_cli.views import screens
