@@ -262,6 +262,11 @@ soak-corruption: $(DEV) ## FLIPS=200 random flips, cuts and deletions of each: j
 soak-restarts: $(DEV) ## KILLS=50 kills of one run's coordinator: time until tokens flow again; replay of a day (20 min)
 	@$(BIN)/python -m benchmarks.restarts --kills $(or $(KILLS),50) $(ARGS)
 
+.PHONY: soak-serving
+soak-serving: $(DEV) ## an hour of load on a served model in ten minutes, with a trace's kills; then 10,000 rows through killed heads
+	@$(BIN)/python -m benchmarks.serving
+	@$(BIN)/python -m benchmarks.serving.batch
+
 .PHONY: soak-fuzz
 soak-fuzz: $(DEV) ## MESSAGES=100000 mutated messages of an agent, FILES=10000 mutated files (SEED=0; 10 min)
 	@$(BIN)/python -m benchmarks.fuzz --messages $(or $(MESSAGES),100000) --files $(or $(FILES),10000) \

@@ -115,6 +115,7 @@ _MODULES: dict[str, dict[str, str]] = {
     "start": {
         "up": "Start a run without its trainer",
         "launch": "Start or continue a run and watch it; Ctrl-C detaches",
+        "serve": "Serve a model from spot machines with an on-demand floor; Ctrl-C detaches",
         "generate": "Answer a file of requests by a run's fleet, each once",
     },
     "watch": {

@@ -43,6 +43,7 @@ JOB: dict[str, Any] = {
     "rollout": {
         "engine_args": {"max_running": 4, "tokens_per_s_per_response": TOKENS_PER_S},
         "spot": {
+            "min_instances": 3,
             "max_instances": 3,
             "any_of": [{"infra": "local", "price_usd_per_hour": 2.66, "preload": True}],
         },

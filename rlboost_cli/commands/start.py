@@ -1,7 +1,8 @@
-"""Commands that start a run or continue it, `up` and `launch`, and that use its fleet: `generate`."""
+"""Commands that start a run or continue it, `up`, `launch`, `serve`, and that use its fleet: `generate`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -88,11 +89,8 @@ def launch(
     Example: rlboost launch job.yaml
     """
     from rlboost_cli.planning.launching import prepared
-    from rlboost_cli.runs.supervision import bring_up, want_training
     from rlboost_cli.runs.target import NothingLeft
     from rlboost_cli.terminal import output
-    from rlboost_cli.views import screens
-    from rlboost_cli.views.live import follow
 
     try:
         run = prepared(
@@ -108,10 +106,58 @@ def launch(
         output.progress(f"{done.problem}; {done.remedy}")
         _finish(done.run)
         return
+    _start(run, detach=detach)
+
+
+def serve(
+    job_or_run: Annotated[
+        str,
+        typer.Argument(
+            help="A job file with endpoint: {trains: false}, or the name of such a run",
+            metavar="JOB_OR_RUN",
+            show_default=False,
+            autocompletion=completion.jobs_and_runs,
+        ),
+    ],
+    detach: Annotated[bool, typer.Option("--detach", help="Return once it answers requests")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Serve a run again that has ended")] = False,
+    no_doctor: Annotated[
+        bool, typer.Option("--no-doctor", help="Do not check model, engine and secrets first")
+    ] = False,
+) -> None:
+    """Serve a model from spot machines with an on-demand floor; Ctrl-C detaches
+
+    Example: rlboost serve serve.yaml
+    """
+    from rlboost_cli.planning.launching import prepared, require_served, wait_until_served
+    from rlboost_cli.runs.target import find_job
+    from rlboost_cli.terminal import output
+    from rlboost_cli.views import screens
+
+    require_served(job_or_run, find_job(job_or_run)[0])
+    run = prepared(job_or_run, "serve?", resume=resume, yes=yes, checks=not no_doctor)
+
+    def tell() -> None:
+        with output.working() as say:
+            url = wait_until_served(run, say)
+        screens.served_at(run, url)
+
+    _start(run, detach=detach, once_up=tell)
+
+
+def _start(run: RunFolder, *, detach: bool, once_up: Callable[[], None] = lambda: None) -> None:
+    """Bring a run up with its trainer and watch it; `once_up` is called in between."""
+    from rlboost_cli.runs.supervision import bring_up, want_training
+    from rlboost_cli.terminal import output
+    from rlboost_cli.views import screens
+    from rlboost_cli.views.live import follow
+
     try:
         want_training(run)
         with output.working() as say:
             bring_up(run, say)
+        once_up()
         if not detach:
             screens.follow(follow(run))
     except KeyboardInterrupt:

@@ -26,6 +26,9 @@ def _progress(status: Status) -> list[tuple[str, str]]:
     if status.started_at is not None and status.at is not None:
         took = f" in {duration(status.at - status.started_at)}"
     rows = [("forked from", ", from ".join(status.ancestors))] if status.ancestors else []
+    if status.serving is not None:
+        return [*rows, ("requests answered", f"{status.serving.finished:,}{took}"),
+                ("tokens served", f"{status.serving.tokens:,}")]  # fmt: skip
     rows += [("steps", f"{status.step} of {status.steps or '?'}{took}")]
     rewards = [reward for reward in status.reward_history if reward is not None]
     if rewards:

@@ -38,6 +38,9 @@ def model(context: DoctorContext) -> Iterator[Finding]:
 def prompts(context: DoctorContext) -> Iterator[Finding]:
     """Check that the data can be read and its prompts are short enough."""
     job = context.wanted
+    if job.only_serves and not data_sources(job.data):
+        yield ok("prompts", "none: clients bring them")
+        return
     try:
         examples = read_examples(job.data, context.folder)
     except ConfigError as error:
@@ -74,6 +77,8 @@ def prompts(context: DoctorContext) -> Iterator[Finding]:
 
 def data(context: DoctorContext) -> Iterator[Finding]:
     """Check only that the data can be read."""
+    if context.wanted.only_serves and not data_sources(context.wanted.data):
+        return
     try:
         examples = read_examples(context.wanted.data, context.folder)
     except ConfigError as error:
@@ -128,7 +133,8 @@ def reward(context: DoctorContext) -> Iterator[Finding]:
     """Score one response as the run will: in a child process, from copies of the files that the job names."""
     job = context.wanted
     if not job.is_scored:
-        yield ok("reward", "none: loss sft learns the data's own responses")
+        why = "the model is only served" if job.only_serves else "loss sft learns the data's own responses"
+        yield ok("reward", f"none: {why}")
         return
     try:
         with tempfile.TemporaryDirectory(prefix="rlboost-doctor-") as folder:

@@ -27,15 +27,20 @@ def planned(run: str, job: Job, folder: Path, *, with_options: bool = False) -> 
     """Return the plan of `job`, whose files are in `folder`, as run `run`, with a sign of life: simulating
     takes seconds, and SkyPilot may have to start. A job that cannot be simulated has a plan all the same."""
     from rlboost_cli.planning.projection import project
+    from rlboost_cli.planning.serving import project_serving
 
-    forecast, problem = None, ""
+    forecast, serving, problem = None, None, ""
     with output.working("looking up prices") as say:
         try:
-            forecast = project(job, folder, say, with_options=with_options)
+            if job.only_serves:
+                say("simulating the job")
+                serving = project_serving(job, folder)
+            else:
+                forecast = project(job, folder, say, with_options=with_options)
         except RLBoostError as error:
             problem = str(error)
         say("looking up prices")
-        return launch_plan(run, job, forecast, problem)
+        return launch_plan(run, job, forecast, problem, serving)
 
 
 def agree(plan: LaunchPlan, question: str | None, *, yes: bool) -> None:

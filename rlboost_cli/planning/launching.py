@@ -3,6 +3,11 @@ Python package share."""
 
 from __future__ import annotations
 
+import http.client
+import time
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
 from rlboost_cli.doctor.findings import DoctorContext
 from rlboost_cli.doctor.preflight import require_launchable
 from rlboost_cli.planning.agreement import agree, planned
@@ -11,8 +16,15 @@ from rlboost_cli.terminal import extras, output
 from rlboost_cli.views import screens
 from rlboost_cli.views.live import Outcome, outcome_of
 from rlboost_runtime.billing.planned import keep_plan
-from rlboost_runtime.errors import ConfigError
-from rlboost_runtime.run.folder import RunFolder, home
+from rlboost_runtime.errors import ConfigError, RuntimeFault
+from rlboost_runtime.job import Job
+from rlboost_runtime.run.folder import RunFolder, home, read_json
+from rlboost_runtime.run.security import client_context
+
+_POLL_S = 0.5
+_ANSWER_S = 5.0
+SILENCE_S = 120.0
+"""Longest wait without any sign of the endpoint, once the model is published."""
 
 
 def prepared(
@@ -75,3 +87,56 @@ def _check(target: Target) -> None:
     if file is None and target.run is not None:
         file = target.run.files / target.run.job_json.name
     require_launchable(DoctorContext(home(), target.job, file), output.progress)
+
+
+def require_served(typed: str, job: Job) -> None:
+    """Raise `ConfigError` for a job that trains."""
+    if not job.only_serves:
+        raise ConfigError(
+            f"{typed}: the job trains its model",
+            "write endpoint: {trains: false} to serve it only, or type: rlboost launch",
+        )
+
+
+def wait_until_served(run: RunFolder, say: Callable[[str], None]) -> str:
+    """Return the endpoint's URL once it takes requests; machines may still boot. Loading the model has no
+    deadline, what follows has.
+
+    Raises `RuntimeFault` where the run ends meanwhile, or the endpoint stays silent.
+    """
+    if run.head.exists():  # its endpoint listens there, and its files are fetched as they come
+        return str((read_json(run.api_endpoint) or {}).get("url", "on the head (docs/serving.md)"))
+    published_at: float | None = None
+    while True:
+        if run.outcome.exists():
+            found = read_json(run.outcome) or {}
+            raise RuntimeFault(
+                f"{run.name} has ended: {found.get('problem') or found.get('state')}",
+                str(found.get("remedy") or f"rlboost logs {run.name}"),
+            )
+        status = read_json(run.status) or {}
+        say(f"{run.name}: {status.get('phase') or 'starting'}")
+        known = read_json(run.api_endpoint)
+        if known is not None and _is_healthy(run, str(known["url"])):
+            return str(known["url"])
+        if status.get("policy_version") is not None:
+            published_at = published_at or time.monotonic()
+            if time.monotonic() - published_at > SILENCE_S:
+                raise RuntimeFault(
+                    f"the endpoint of {run.name} does not answer {SILENCE_S:.0f} s after its model was"
+                    " published",
+                    f"read {run.logs / 'endpoint.log'}",
+                )
+        time.sleep(_POLL_S)
+
+
+def _is_healthy(run: RunFolder, url: str) -> bool:
+    context = client_context(run.certificate.read_text())
+    connection = http.client.HTTPSConnection(urlsplit(url).netloc, timeout=_ANSWER_S, context=context)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()

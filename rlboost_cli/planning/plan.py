@@ -13,6 +13,7 @@ from typing import Any
 from msgspec import to_builtins
 
 from rlboost_cli.planning.projection import SEEDS, EvaluationShare, Option, Projection
+from rlboost_cli.planning.serving import ServingForecast
 from rlboost_cli.simulation.runs import Estimate
 from rlboost_cli.terminal.text import counted, duration, table, usd
 from rlboost_providers.registry import expected_usd_per_hour, head_usd_per_hour
@@ -53,7 +54,13 @@ class LaunchPlan:
     problem: str = ""
     """Why it could not be simulated."""
     fit: FitPlan | None = None
-    """None: the model's configuration is not here."""
+    """None: the model's configuration is not here, or nothing is trained."""
+    only_serves: bool = False
+    """Nothing is trained: it runs until `rlboost down`."""
+    min_spot_machines: int = 0
+    """Of a model that is only served, those that it always wants."""
+    serving: ServingForecast | None = None
+    """Of a model that is only served; None: it could not be simulated."""
 
     @property
     def is_charged(self) -> bool:
@@ -84,7 +91,13 @@ class LaunchPlan:
         return all(line.price_micro_usd_per_hour is not None for line in self.lines)
 
 
-def launch_plan(run: str, job: Job, forecast: Projection | None = None, problem: str = "") -> LaunchPlan:
+def launch_plan(
+    run: str,
+    job: Job,
+    forecast: Projection | None = None,
+    problem: str = "",
+    serving: ServingForecast | None = None,
+) -> LaunchPlan:
     """Return the plan of `job` under the name `run`, with the forecast made for it."""
     spot, head = job.rollout.spot, head_usd_per_hour(job)
     reserved = PlanLine("reserved", job.trainer.infra, 1, _micro_or_none(head))
@@ -103,22 +116,27 @@ def launch_plan(run: str, job: Job, forecast: Projection | None = None, problem:
         head=_head_in_words(job),
         forecast=forecast,
         problem=problem,
-        fit=fit_plan_here(job),
+        fit=None if job.only_serves else fit_plan_here(job),
+        only_serves=job.only_serves,
+        min_spot_machines=spot.min_instances if job.only_serves else 0,
+        serving=serving,
     )
 
 
 def describe_plan(plan: LaunchPlan) -> list[str]:
     """Return the plan in lines for a person."""
-    lines = [f"{plan.run}: {plan.steps} steps"]
+    lines = [f"{plan.run}: " + ("served until rlboost down" if plan.only_serves else f"{plan.steps} steps")]
+    most_of = f"{plan.min_spot_machines} to" if plan.only_serves else "up to"
     for line in plan.lines:
-        count = f"{line.max_machines}" if line.pool == "reserved" else f"up to {line.max_machines}"
+        count = f"{line.max_machines}" if line.pool == "reserved" else f"{most_of} {line.max_machines}"
         lines.append(f"  {line.pool:<9}{count} x {line.infra}, {_price_in_words(line)}")
     known = ", at these prices" if plan.is_all_priced else ", plus the unknown prices above"
     hour = format_usd(plan.dearest_micro_usd_per_hour)
     if plan.cheapest_micro_usd_per_hour != plan.dearest_micro_usd_per_hour:
         hour = f"{format_usd(plan.cheapest_micro_usd_per_hour)} to {hour}"
     lines.append(f"  together {hour} per hour with the full fleet{known}")
-    budget = "none: it runs until its steps are done" if plan.max_usd is None else f"${plan.max_usd:,.2f}"
+    endless = "none: it runs until " + ("rlboost down" if plan.only_serves else "its steps are done")
+    budget = endless if plan.max_usd is None else f"${plan.max_usd:,.2f}"
     hourly = "" if plan.max_usd_per_hour is None else f", at most ${plan.max_usd_per_hour:,.2f} per hour"
     lines.append(f"  budget   {budget}{hourly}")
     lines += [] if plan.fit is None else plan.fit.lines()
@@ -134,11 +152,45 @@ def describe_plan(plan: LaunchPlan) -> list[str]:
             initial_indent="  ",
             subsequent_indent=" " * 11,
         )
-    if plan.forecast is not None:
+    if plan.serving is not None:
+        lines += _describe_serving(plan.serving)
+    elif plan.forecast is not None:
         lines += _describe_projection(plan.forecast, plan)
     elif plan.problem:
         lines += _labelled("forecast", f"not possible: {plan.problem}")
     return lines
+
+
+def _describe_serving(found: ServingForecast) -> list[str]:
+    """Return what it costs at several loads, in lines for a person."""
+    headers = ("load", "tokens/s", "requests/s", "spot", "per hour", "per million tokens", "wait p50", "p99")
+    rows = [
+        (
+            f"{each.share:.0%}",
+            f"{each.tokens_per_s:,.0f}",
+            f"{each.requests_per_s:,.2f}",
+            f"{each.mean_spot_machines:.1f}",
+            usd(each.usd_per_hour, 2),
+            "-" if each.usd_per_million_tokens is None else usd(each.usd_per_million_tokens, 2),
+            f"{each.p50_wait_s:.1f} s",
+            f"{each.p99_wait_s:.1f} s",
+        )
+        for each in found.loads
+    ]
+    return [
+        "",
+        *(f"  {line}" for line in table(headers, rows).splitlines()),
+        "",
+        *_labelled("basis", serving_basis(found)),
+    ]
+
+
+def serving_basis(found: ServingForecast) -> str:
+    """Return what the forecast of a served model rests on, in words."""
+    return (
+        "simulated, not measured: one run per load, which is a share of what the whole fleet generates;"
+        f" spot: machines in the mean; {'; '.join(found.notes)}"
+    )
 
 
 def _price_in_words(line: PlanLine) -> str:
@@ -194,6 +246,13 @@ def plan_json(plan: LaunchPlan) -> dict[str, Any]:
         "fit": None if plan.fit is None else plan.fit.json(),
         "forecast": None if plan.forecast is None else _forecast_json(plan.forecast, plan),
         "problem": plan.problem,
+        "serving": None
+        if plan.serving is None
+        else {
+            "basis": serving_basis(plan.serving),
+            "min_spot_machines": plan.min_spot_machines,
+            "loads": [asdict(each) for each in plan.serving.loads],
+        },
     }
 
 

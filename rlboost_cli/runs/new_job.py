@@ -57,6 +57,13 @@ def template_rows() -> list[tuple[str, str]]:
 
 def closing_words(path: Path, template: str) -> list[str]:
     """Return what to edit in the new file, and what to type next."""
+    if template == "serve":
+        return [
+            f"wrote {path}",
+            "  edit   name, model, machines and budget; it also runs as it is",
+            f"  type   rlboost plan {path}     what it costs at several loads",
+            f"         rlboost serve {path}    serve it; Ctrl-C only detaches",
+        ]
     if rlboost_templates.needs_cloud(template):
         return [
             f"wrote {path}",

@@ -83,8 +83,11 @@ def cost_lines(report: CostReport) -> list[str]:
 
 
 def _summary(report: CostReport, money: Usd) -> list[str]:
-    tokens, per_million = report.tokens_trained, report.usd_per_million_tokens
+    per_million, trains = report.usd_per_million_tokens, report.tokens_trained or not report.requests_served
     price = "" if per_million is None else f", {usd(per_million, 2)} per million"
+    served = f"{report.tokens_served:,} served in {report.requests_served:,} requests"
+    tokens = [f"{report.tokens_trained:,} trained{price}"] if trains else [f"{served}{price}"]
+    tokens += [served] if trains and report.requests_served else []
     is_open = report.state == "open"
     rate = report.rate_usd_per_hour
     so_far = f" so far, {usd(rate, 2)} per hour now" if is_open else f" in total, {report.state}"
@@ -95,7 +98,7 @@ def _summary(report: CostReport, money: Usd) -> list[str]:
         for label, words in (
             (report.run, f"{money(report.total_usd)}{so_far}"),
             ("budget", _budget(report.budget)),
-            ("tokens", f"{tokens:,} trained{price}"),
+            ("tokens", "; ".join(tokens)),
         )
         for line in _wrapped(f"{label:<9} " if len(label) < 9 else f"{label}: ", words)
     ]

@@ -66,6 +66,8 @@ def warning_lines(name: str, warning: str, left: Sequence[MachineRecord]) -> lis
 
 
 def _how_far(status: Status, report: CostReport) -> str:
+    if status.serving is not None:
+        return f": {status.serving.finished:,} requests answered with {status.serving.tokens:,} tokens"
     if status.steps is None:
         return ""
     took = ""
@@ -118,6 +120,7 @@ def _cost(report: CostReport) -> list[str]:
     lines = [f"{usd(report.total_usd, 2)} ({pools})", *_useful(report)]
     per_million = report.usd_per_million_tokens
     if per_million is not None:
-        lines.append(f"{usd(per_million, 2)} per million tokens trained")
+        what = "trained" if report.tokens_trained else "served"
+        lines.append(f"{usd(per_million, 2)} per million tokens {what}")
     compared = against_on_demand(found.usd_per_million_tokens, found.saving_fraction, found.basis)
     return [*lines, f"per million: {compared}"] if compared and per_million is not None else lines

@@ -162,7 +162,8 @@ def _progress(step: int, steps: int | None) -> str:
 
 def _heartbeat(status: Status) -> str:
     ready = sum(i.state == "ready" for i in status.instances)
-    words = [_progress(status.step, status.steps), status.phase or status.state]
+    served = None if status.serving is None else f"{status.serving.finished:,} requests answered"
+    words = [served or _progress(status.step, status.steps), status.phase or status.state]
     words += [f"{ready} instances ready", tokens_per_s(status), usd(status.cost.spent_usd)]
     return _at(status, ", ".join(words))
 

@@ -18,7 +18,7 @@ from rlboost_cli.views.health import evaluation_words, full_warnings, short_warn
 
 if TYPE_CHECKING:
     from rlboost_cli.runs.run_status import RunStatus
-    from rlboost_runtime.protocol.status import MachineRow, Preparation, Status
+    from rlboost_runtime.protocol.status import MachineRow, Preparation, ServingStatus, Status
 
 WIDEST = 120
 """Columns after which a wider terminal makes nothing clearer."""
@@ -115,7 +115,8 @@ def _head(status: Status, width: int, glyphs: Glyphs) -> list[Line]:
     lines = [Line(f"{status.run}: {status.state}{_elapsed(status)}{eta}", "title")]
     summary = {
         "from": [", from ".join(status.ancestors)] if status.ancestors else [],
-        "step": [_step(status, width, glyphs)],
+        "step": [] if status.serving else [_step(status, width, glyphs)],
+        "served": [] if status.serving is None else _served(status.serving),
         "phase": _phase(status, width, glyphs),
         "reward": _rewards(status, width, glyphs),
         "eval": [evaluation_words(each) for each in status.evaluations],
@@ -134,6 +135,14 @@ def _elapsed(status: Status) -> str:
     if status.started_at is None or status.at is None:
         return ""
     return f", {duration(max(0.0, status.at - status.started_at))}"
+
+
+def _served(serving: ServingStatus) -> list[str]:
+    waiting = f", {serving.waiting:,} wait for an engine, the longest {serving.longest_wait_s:,.1f} s"
+    first = f"{serving.open:,} open{waiting if serving.waiting else ''}; {serving.finished:,} answered"
+    first += f" with {serving.tokens:,} tokens"
+    per_million = serving.usd_per_million_tokens
+    return [first] if per_million is None else [first, f"{usd(per_million, 2)} per million tokens"]
 
 
 def _step(status: Status, width: int, glyphs: Glyphs) -> str:

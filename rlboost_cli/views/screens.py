@@ -105,6 +105,13 @@ def found_run(found: FoundRun) -> None:
         output.progress(f"note: {name} has changed; the run continues with the new version")
 
 
+def served_at(run: RunFolder, url: str) -> None:
+    """Print where the model is served, and with which key."""
+    output.show(f"{run.name} is served at {url}/v1")
+    output.progress(f"  key          {text.tilde(run.api_keys)}")
+    output.progress(f"  certificate  {text.tilde(run.certificate)}")
+
+
 def detached(run: RunFolder) -> None:
     """Print that the run goes on, and which commands apply to it."""
     costs = ", and costs money until it ends" if costs_money(run) else ""

@@ -1,6 +1,6 @@
 """Sample job files, shipped as data: `names()` lists them, `text(name)` returns one with its comments.
 
-`laptop` and `quickstart` run as they are, `own-machines` once its hosts are set, the others once
+`laptop`, `quickstart` and `serve` run as they are, `own-machines` once its hosts are set, the others once
 their roles and buckets are. `recipes/` has those of papers and other frameworks.
 """
 
@@ -24,7 +24,7 @@ def recipes() -> list[str]:
 
 def needs_cloud(name: str) -> bool:
     """Whether the template's machines are bought from a cloud."""
-    return ALIASES.get(name, name) not in (*ALIASES.values(), "quickstart")
+    return ALIASES.get(name, name) not in (*ALIASES.values(), "quickstart", "serve")
 
 
 def text(name: str) -> str:

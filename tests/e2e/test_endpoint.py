@@ -25,6 +25,7 @@ JOB: dict[str, Any] = {
     "rollout": {
         "engine_args": {"max_running": 8, "tokens_per_s_per_response": 20},
         "spot": {
+            "min_instances": 2,
             "max_instances": 2,
             "any_of": [{"infra": "local", "price_usd_per_hour": 2.66, "preload": True}],
         },
@@ -43,7 +44,7 @@ def cli(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cli]:
 @pytest.fixture(scope="module")
 def served(cli: Any) -> Iterator[openai.OpenAI]:
     model = str(varied_model(cli.home / "model", 256))
-    cli("launch", cli.job("served", model=model, **JOB), "--yes", "--detach")
+    cli("serve", cli.job("served", model=model, **JOB), "--yes", "--detach")
     cli.wait("served", lambda s: sum(i["state"] == "ready" for i in s["instances"]) == 2, timeout_s=90)
     run = cli.run_folder("served")
     context = ssl.create_default_context(cafile=str(run.certificate))

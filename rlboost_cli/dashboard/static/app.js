@@ -87,7 +87,8 @@
     const from = status.ancestors?.[0], own = status.step - (from ? Number(from.split("@")[1]) : 0);
     const left = !data.has_ended && own > 1 && status.steps ? (spent / own) * (status.steps - status.step) : null;
     return html`<div class="tiles">
-      <${Tile} name="Step" value=${`${status.step} / ${status.steps ?? "-"}`}
+      <${Tile} name=${status.serving ? "Answered" : "Step"}
+        value=${status.serving ? status.serving.finished : `${status.step} / ${status.steps ?? "-"}`}
         note=${`${duration(spent)}${left ? `, about ${duration(left)} left` : ""}; policy version ${status.policy_version ?? "-"}${from ? `; forked from ${status.ancestors.join(", from ")}` : ""}`} />
       <${Tile} name="Mean reward" value=${number(status.reward_mean)} note=${rewards.length ? `first step ${number(rewards[0])}` : ""} />
       ${(status.evaluations || []).map((each) => html`<${Tile} key=${each.name} name=${`Evaluation ${each.name}`} value=${number(each.values.reward_mean)}

@@ -268,6 +268,22 @@ class Ledger(StepLedger, NoteLedger, EgressLedger):
             wasted.setdefault(str(machine), {})[WasteKind(kind)] = int(wasted_ns)
         return wasted
 
+    # --- requests outside a step -------------------------------------------------------------------------
+
+    def note_served(self, requests: int, tokens: int) -> None:
+        """Note how many requests of clients were answered since the run began, and with how many tokens."""
+        if (requests, tokens) == self.served():
+            return
+        with self._transaction(durable=False) as db:
+            db.execute(
+                "INSERT OR REPLACE INTO served (id, requests, tokens) VALUES (0, ?, ?)", (requests, tokens)
+            )
+
+    def served(self) -> tuple[int, int]:
+        """Return (requests, tokens) as noted last."""
+        rows = self._rows("SELECT requests, tokens FROM served") if self._has("served") else []
+        return (int(rows[0][0]), int(rows[0][1])) if rows else (0, 0)
+
     # --- boots -------------------------------------------------------------------------------------------
 
     def keep_boots(self, boot_times: Mapping[str, str]) -> None:

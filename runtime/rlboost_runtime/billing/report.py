@@ -105,6 +105,7 @@ class CostReport(msgspec.Struct):
     wasted_usd: dict[str, float]
     tokens_trained: int
     usd_per_million_tokens: float | None
+    """Of the tokens trained; in a run that trained none, of those served."""
     counterfactual: Counterfactual
     steps: list[StepCost]
     outside_steps_usd: OutsideSteps
@@ -114,6 +115,9 @@ class CostReport(msgspec.Struct):
     notes: list[str]
     state: str = "open"
     """How the run ended."""
+    tokens_served: int = 0
+    """Response tokens of requests outside a step."""
+    requests_served: int = 0
     plan: PlanComparison | None = None
     """What the plan said at the launch, and where the difference comes from; None: no plan was kept."""
 
@@ -129,6 +133,7 @@ def cost_report(ledger: Ledger, now_wall: float, run: str, budget: Budget | None
     before, spent = _spent_per_step(spending, steps)
     pauses_ns = spending.pauses_ns()
     tokens = sum(step.tokens for step in steps)
+    requests_served, tokens_served = ledger.served()
     rewards = count_failures(step.metrics for step in steps)
     return CostReport(
         run=run,
@@ -141,7 +146,9 @@ def cost_report(ledger: Ledger, now_wall: float, run: str, budget: Budget | None
         useful_usd=_usd(sum(p.useful for p in parts)),
         wasted_usd={str(kind): _usd(sum(p.wasted[kind] for p in parts)) for kind in WasteKind},
         tokens_trained=tokens,
-        usd_per_million_tokens=_usd_per_million(total, tokens),
+        usd_per_million_tokens=_usd_per_million(total, tokens or tokens_served),
+        tokens_served=tokens_served,
+        requests_served=requests_served,
         counterfactual=counterfactual(bills, steps, spent),
         steps=[_step(s, usd, pauses_ns) for s, usd in zip(steps, spent, strict=True)],
         outside_steps_usd=OutsideSteps(_usd(before), _usd(total - before - sum(spent))),

@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 
 from rlboost_providers.base.provider import Provider
-from rlboost_providers.registry import cheapest_offer, prices_of, provider_for
+from rlboost_providers.registry import provider_for
 from rlboost_runtime.billing.accounts import room_micro_usd, stay_micro_usd, to_ns
 from rlboost_runtime.billing.launch_records import (
     LaunchBackup,
@@ -47,14 +47,8 @@ from rlboost_runtime.coordinator.observers.steps import ReservedMeter
 from rlboost_runtime.coordinator.observers.timeline import Timeline
 from rlboost_runtime.coordinator.observers.waste import WasteMeter
 from rlboost_runtime.coordinator.status import StatusSources, build_status, fleet_facts
-from rlboost_runtime.core.base.messages import (
-    DEFAULT_BOOT_S,
-    Command,
-    CoreConfig,
-    Event,
-    Pool,
-    RunEnding,
-)
+from rlboost_runtime.coordinator.tunables import core_config
+from rlboost_runtime.core.base.messages import Command, Event, Pool, RunEnding
 from rlboost_runtime.core.base.prior import Prior
 from rlboost_runtime.core.core import Core
 from rlboost_runtime.core.state.machines import MachineState
@@ -81,8 +75,6 @@ RATE_WINDOW_S = 5.0
 """Tokens per second are a mean over this time."""
 LAG_PROBE_S = 0.02
 """Spacing of the event loop's lag probes; p99 is over the last minute."""
-VLLM_BOOT_S = 1200.0
-"""Time to dial in for a machine that has to fetch vLLM first, some 5 GB with its CUDA."""
 END_TIMEOUT_S = 120.0
 """Longest wait for the provider to report that the fleet is gone; then the outcome has a warning."""
 DISK_PATIENCE_S = 900.0
@@ -105,30 +97,6 @@ class RunEnd:
     exit_code: int
     warning: str = ""
     """Why machines of the run may still cost money; which ones is in the books."""
-
-
-def core_config(job: Job) -> CoreConfig:
-    """Return the core's tunables for a job; `max_usd_per_hour` bounds the fleet's size by prices that the job
-    states, and by no other: a price that is only expected could leave room for none.
-
-    That bound is for the cheapest offer; what is bought is held against the cap by the fleet.
-    """
-    machines = job.rollout.spot.max_instances
-    software = Software.for_engine(job.rollout.engine, job.rollout.engine_args.python)
-    per_machine = job.rollout.engines_on(cheapest_offer(job).accelerators)
-    stated = min(offer.price_usd_per_hour for offer in job.rollout.spot.any_of)
-    cap = job.budget.max_usd_per_hour
-    if cap is not None and stated > 0:
-        left = cap - job.trainer.price_usd_per_hour
-        machines = min(machines, max(0, int(left / stated + 1e-9)))
-    return CoreConfig(
-        max_spot_instances=machines * per_machine,
-        instances_per_machine=per_machine,
-        reserved_instances=job.trainer.local_engines,
-        seeding_initial_s=job.rollout.seeding_initial_s,
-        prices=prices_of(job),
-        boot_deadline_s=VLLM_BOOT_S if software.vllm else DEFAULT_BOOT_S,
-    )
 
 
 class Coordinator:
@@ -329,6 +297,7 @@ class Coordinator:
             log_event(log, "machines.left", machines=left, problem=str(self._fleet.silence))
         self._ledger.ended(RESERVED_MACHINE, self._clock.wall())
         self._waste.flush()
+        self._note_served()
         self._sources.ended = _state_of(self._ending or ending)
 
     def _open_books(self) -> None:
@@ -438,6 +407,7 @@ class Coordinator:
             self._driver.requests.drop_unwanted()
             self._agents.boot_times.keep(self._ledger)
             self._ledger.write_notes()
+            self._note_served()
             self._check_disk(now)
             self._check_budget()
             self._check_health()
@@ -455,6 +425,10 @@ class Coordinator:
             lags.append(max(0.0, loop.time() - due))
             if len(lags) % 50 == 0:
                 self._sources.loop_lag_p99_ms = 1000 * sorted(lags)[int(0.99 * (len(lags) - 1))]
+
+    def _note_served(self) -> None:
+        totals = self._driver.totals
+        self._ledger.note_served(totals.requests_finished, totals.request_tokens)
 
     def _check_disk(self, now: float) -> None:
         """Note when the run waits for the disk and when it goes on; raise once it has waited too long."""

@@ -31,6 +31,7 @@ from rlboost_runtime.protocol.status import (
     ReplayDigest,
     ResponseCounts,
     SeedingStatus,
+    ServingStatus,
     Status,
     StepProgress,
     TokenCounts,
@@ -106,8 +107,9 @@ def build_status(sources: StatusSources, now_wall: float) -> dict[str, Any]:
         preparing=preparing,
         ancestors=list(sources.ancestors),
         step=num_steps + sources.steps_before,
-        steps=sources.job.algorithm.steps,
+        steps=None if sources.job.only_serves else sources.job.algorithm.steps,
         step_responses=None if step is None else StepProgress(step.num_finished, len(step.responses)),
+        serving=_serving(sources, now_wall) if sources.job.only_serves else None,
         policy_version=core.newest_version,
         reward_mean=rewards[-1] if rewards else None,
         reward_history=rewards,
@@ -149,6 +151,21 @@ def build_status(sources: StatusSources, now_wall: float) -> dict[str, Any]:
     return found
 
 
+def _serving(sources: StatusSources, now_wall: float) -> ServingStatus:
+    core, totals = sources.state.core, sources.state.totals
+    waits = [core.now - r.lifecycle.since for r in core.open_requests.values() if r.holder is None]
+    spent, tokens = sources.ledger.total_micro_usd(now_wall), totals.request_tokens
+    return ServingStatus(
+        open=len(core.open_requests),
+        waiting=len(waits),
+        longest_wait_s=round(max(waits, default=0.0), 1),
+        finished=totals.requests_finished,
+        tokens=tokens,
+        wanted_instances=core.useful_instances,
+        usd_per_million_tokens=round(spent / tokens, 6) if tokens else None,
+    )
+
+
 def fleet_facts(sources: StatusSources, now_wall: float) -> FleetFacts:
     """Return what the health warnings on the fleet and the bill are derived from."""
     core, ledger = sources.state.core, sources.ledger
@@ -166,8 +183,16 @@ def fleet_facts(sources: StatusSources, now_wall: float) -> FleetFacts:
         tokens=sources.agents.ingest.tokens_accepted,
         backup_lag_s=None if backup is None else backup.lag_s,
         backup_problem="" if backup is None else backup.problem,
-        is_progress_due=core.step is not None or (_wants_trainer(sources) and _preparing(sources) is None),
+        is_progress_due=_is_progress_due(sources),
     )
+
+
+def _is_progress_due(sources: StatusSources) -> bool:
+    """Return True if tokens or steps should come."""
+    core = sources.state.core
+    if sources.job.only_serves:
+        return bool(core.open_requests)
+    return core.step is not None or (_wants_trainer(sources) and _preparing(sources) is None)
 
 
 def _unfinished_tokens(state: CoreDriver) -> int:
@@ -204,6 +229,8 @@ def _preemptions(losses: Mapping[LossCause, int]) -> PreemptionCounts:
 
 def _state_name(sources: StatusSources) -> str:
     core = sources.state.core
+    if sources.job.only_serves and core.newest_version is not None:
+        return "serving"
     if core.step is None:
         return "provisioning"
     return "training" if core.lease is LeaseState.TRAINER else "rollout"
@@ -240,10 +267,20 @@ def _phase(sources: StatusSources, preparing: Preparation | None) -> str:
 def _before_the_first_step(sources: StatusSources) -> str:
     if not _wants_trainer(sources):
         return "up, without a trainer"
+    if sources.job.only_serves:
+        return _served_in_words(sources)
     if not sources.trainer.connected:
         return "starting the trainer"
     newest = sources.state.core.newest_version
     return "publishing the first policy version" if newest is None else "asking for the first step"
+
+
+def _served_in_words(sources: StatusSources) -> str:
+    core = sources.state.core
+    if core.newest_version is None:
+        return "reading the model"
+    ready = sum(i.is_present for i in core.instances.values())
+    return f"serving on {ready} engines" if ready else "waiting for an engine"
 
 
 def _wants_trainer(sources: StatusSources) -> bool:

@@ -63,6 +63,7 @@ from rlboost_runtime.core.dispatch.assignments import Assignments
 from rlboost_runtime.core.instance_controller import InstanceController
 from rlboost_runtime.core.lease_controller import LeaseController, LeaseState
 from rlboost_runtime.core.rules import LIVE_RULES, Rules, named
+from rlboost_runtime.core.scale_controller import ScaleController
 from rlboost_runtime.core.state.eligible import EligibleSet, Terms
 from rlboost_runtime.core.state.instances import Instance, InstanceTable
 from rlboost_runtime.core.state.machines import Machine, MachineState, MachineTable
@@ -128,6 +129,7 @@ class Core:
             context, self._instance_table, self._work, self._controller, self._seeding
         )
         self._lease = self._lease_controller.lease
+        self._scale = ScaleController(context, eligible, self._work, self._fleet)
         self._worthwhile = worthwhile_instances(None, None, 0.0, config)
 
     # --- driving ------------------------------------------------------------------------------------------
@@ -223,8 +225,9 @@ class Core:
 
     @property
     def useful_instances(self) -> int:
-        """Spot instances worth having."""
-        return self._worthwhile
+        """Spot instances worth having; in a run that only serves, those that its load wants."""
+        wanted = self._scale.wanted
+        return self._worthwhile if wanted is None else wanted
 
     def measured(self) -> Measured:
         """Return what the run has shown of engines, places, steps and versions: offers are ranked by it."""
@@ -392,6 +395,8 @@ class Core:
             return
         self._has_started = True
         self._build(Context(now=event.at, config=event.config))
+        if event.config.autoscaling is not None:
+            self._lease.open("the run only serves", event.at)
         if event.prior is not None:
             self._begin_with(event.prior)
 
@@ -492,9 +497,12 @@ class Core:
                 self._rates[machine.kind.gpu] = tokens_per_s, machine.kind.engine_bandwidth
 
     def _shrink(self, at: float) -> None:
-        surplus = self._fleet.superfluous(self.useful_instances, self._most_machines(), self._work_on)
+        surplus = self._superfluous()
         for machine in surplus[: self._surplus.after_step(len(surplus))]:
             self._end_machine(machine, "more machines than are useful", at)
+
+    def _superfluous(self) -> list[Machine]:
+        return self._fleet.superfluous(self.useful_instances, self._most_machines(), self._work_on)
 
     def _work_on(self, machine: Machine) -> int:
         return sum(i.num_assigned for i in self._controller.on_machine(machine))
@@ -614,6 +622,9 @@ class Core:
         self._refresh_eligible()
         self._work.assign_waiting()
         self._work.balance()
+        if self._scale.look():
+            for machine in self._superfluous():
+                self._end_machine(machine, "the load fits without it", self.now)
         if self._has_started and not self._context.is_ending:
             self._fleet.grow(self.useful_instances, self._most_machines(), self.now)
 
@@ -633,7 +644,8 @@ class Core:
         """The version under which work is given out: the step's; without a step to roll out, requests get
         the one that the fleet is to load."""
         book = self._work.book
-        if self._work.requests.responses and (book is None or not book.num_unfinished):
+        is_asked = bool(self._work.requests.responses) or self.config.autoscaling is not None
+        if is_asked and (book is None or not book.num_unfinished):
             return self._target_version()
         return None if book is None else book.policy_version
 

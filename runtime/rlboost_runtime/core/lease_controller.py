@@ -6,8 +6,9 @@
        ^                          |                                   |                         |
        +------ StepStarted -------+------------ StepStarted ----------+-- StepStarted, LeaseReturned
 
-A run begins in TRAINER: the trainer loads its model before it asks for the first step. `GpuLease` decides,
-`LeaseController` orders engines and trainer.
+A run begins in TRAINER: the trainer loads its model before it asks for the first step. One that only serves
+(`CoreConfig.autoscaling`) is in ENGINES from its start to its end. `GpuLease` decides, `LeaseController`
+orders engines and trainer.
 
 Guarantees: the trainer is granted the GPUs only after every live reserved engine has reported that its memory
 is free; an engine has one order at a time (a Wake waits for the answer to a Sleep, a Sleep for the release of
@@ -62,6 +63,8 @@ class LeaseInputs:
     can_recall: bool
     """A reserved instance is connected, so that a recall is of use."""
     t_seed_s: float
+    only_serves: bool = False
+    """There is no trainer who would want the GPUs."""
 
 
 class GpuLease:
@@ -101,7 +104,7 @@ class GpuLease:
 
     def reason_to_close(self, inputs: LeaseInputs) -> str | None:
         """Return why the open window should close now, None to keep it open."""
-        if self.state is not LeaseState.ENGINES:
+        if self.state is not LeaseState.ENGINES or inputs.only_serves:
             return None
         if inputs.num_unfinished == 0:
             return "all responses are finished"
@@ -207,6 +210,7 @@ class LeaseController:
             has_reserved=self._context.config.reserved_instances > 0 or bool(reserved),
             can_recall=any(i.is_connected for i in reserved.values()),
             t_seed_s=self._seeding.t_seed_s,
+            only_serves=self._context.config.autoscaling is not None,
         )
 
     def _order(self, instance: Instance) -> None:
@@ -224,7 +228,8 @@ class LeaseController:
 
     def _watch_window(self, inputs: LeaseInputs, look_at: float | None) -> None:
         closes_at = self.lease.closes_at(inputs.t_seed_s)
-        if self.lease.state is LeaseState.ENGINES and closes_at > inputs.now:
+        is_open = self.lease.state is LeaseState.ENGINES and not inputs.only_serves
+        if is_open and closes_at > inputs.now:
             due = closes_at if look_at is None else min(closes_at, look_at)
             self._context.timers.set(Timer.WINDOW, "", due)
         else:

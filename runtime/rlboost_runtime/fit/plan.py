@@ -233,7 +233,7 @@ def misfits(job: Job, shape: TransformerShape, gpu_has: int | None = None) -> li
     """Return what of `job` cannot fit its machines; `gpu_has` as in `fit_plan`. CPUs are not judged."""
     plan = fit_plan(job, shape, gpu_has)
     found = []
-    if plan.gpu_has is not None and plan.gpu_needs > USABLE * plan.gpu_has:
+    if not job.only_serves and plan.gpu_has is not None and plan.gpu_needs > USABLE * plan.gpu_has:
         found.append(_misfit(job, shape, plan))
     written = job.trainer.disk_gb
     if job.trainer.is_bought and written != "auto" and plan.disk > written * GB:
@@ -370,7 +370,7 @@ def _disk_bytes(job: Job, shape: TransformerShape, version: int, checkpoint: int
     here = job.rollout.most_spot_engines(here=True) if job.rollout.spot.local_offers else 0
     versions = (1 + here) * (KEPT_VERSIONS + job.algorithm.max_staleness) * version
     bought = SOFTWARE_BYTES + CAST * shape.parameters if job.trainer.is_bought else 0
-    kept = (job.trainer.keep_checkpoints + 1) * checkpoint
+    kept = 0 if job.only_serves else (job.trainer.keep_checkpoints + 1) * checkpoint
     return kept + WEIGHT * shape.parameters + versions + bought + BESIDE_BYTES
 
 

@@ -33,6 +33,7 @@ from rlboost_runtime.inference.bodies import (
     TokenizeBody,
 )
 from rlboost_runtime.inference.service import DEFAULT_MAX_TOKENS, Service
+from rlboost_runtime.inference.tinker import add_tinker_routes, authorization
 
 
 class Keys:
@@ -62,7 +63,9 @@ class Keys:
 def make_app(service: Service, keys: Keys) -> FastAPI:
     """Return the application."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
-    answer_errors(app, lambda request: keys.opens(request.headers.get("authorization")))
+    answer_errors(
+        app, lambda request: keys.opens(request.headers.get("authorization") or authorization(request))
+    )
 
     @app.get("/health")
     async def health() -> Response:
@@ -135,6 +138,7 @@ def make_app(service: Service, keys: Keys) -> FastAPI:
             raise BadRequest(f"token id {max(body.tokens)} is not in the vocabulary", "correct it", "tokens")
         return {"prompt": model.decode(body.tokens, skip_special_tokens=False)}
 
+    add_tinker_routes(app, service, keys.opens)
     return app
 
 

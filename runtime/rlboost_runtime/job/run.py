@@ -13,6 +13,7 @@ from rlboost_runtime.job.environment import Environment
 from rlboost_runtime.job.evaluation import Evaluation, HeldOut
 from rlboost_runtime.job.notify import NotifyTarget, variables_of
 from rlboost_runtime.job.rollout import Rollout
+from rlboost_runtime.job.scaling import Scaling
 from rlboost_runtime.job.task import RewardSetting, TinyModel, reward_parts
 from rlboost_runtime.job.trainer import After, Trainer
 
@@ -89,7 +90,19 @@ class Endpoint(Model):
     max_requests: int = Field(default=256, ge=1, le=65536)
     """Responses under way at once; further requests get 429 with Retry-After."""
     trains: bool = True
-    """false: the model is only served, without steps or rewards, until `rlboost down`."""
+    """false: the model is only served, without steps or rewards, until `rlboost down`; what `rlboost serve`
+    does."""
+    scaling: Scaling = Scaling()
+    """trains: false: how the number of spot machines follows the load."""
+
+    @model_validator(mode="after")
+    def _only_a_served_fleet_scales(self) -> Self:
+        if self.trains and self.scaling != Scaling():
+            raise ValueError(
+                "scaling is for a model that is only served, but trains is true: training decides the fleet's"
+                " size; write trains: false, or remove scaling"
+            )
+        return self
 
 
 class Dashboard(Model):
@@ -112,8 +125,8 @@ class Job(Model):
     """Lower-case letters, digits and dashes; also the run's name."""
     model: str | TinyModel
     """Folder in Hugging Face format, id of a model on the Hub, such as Qwen/Qwen3-8B, or {init: tiny}."""
-    data: PromptData | Annotated[list[PromptData], Field(min_length=1)]
-    """Source of the prompts, or a list of sources to mix."""
+    data: PromptData | list[PromptData]
+    """Source of the prompts, or a list of sources to mix; a model that is only served needs none."""
     reward: RewardSetting = "reasoning_gym"
     """`file.py:function` relative to the job file, or built in: `reasoning_gym` uses the data sets' scorers,
     `math` compares with the row's `answer` as mathematics (math-verify), `exact` as text; or a list of
@@ -186,6 +199,33 @@ class Job(Model):
             data = data | {"trainer": {"local_engines": 0} | trainer}
         return data
 
+    @model_validator(mode="before")
+    @classmethod
+    def _serving_needs_no_prompts(cls, data: Any) -> Any:  # any JSON value
+        """Fill in that there are none, where the model is only served."""
+        endpoint = data.get("endpoint") if isinstance(data, dict) else None
+        if isinstance(endpoint, dict) and endpoint.get("trains") is False:
+            return {"data": [], **data}
+        return data
+
+    @property
+    def only_serves(self) -> bool:
+        """True if there is nothing to train: the fleet answers requests until it is ended."""
+        return self.endpoint is not None and not self.endpoint.trains
+
+    @model_validator(mode="after")
+    def _there_are_prompts(self) -> Self:
+        if self.data != []:
+            return self
+        if not self.only_serves:
+            raise ValueError("data is an empty list; write at least one source of prompts")
+        if isinstance(self.model, TinyModel) and self.model.warmup is not None:
+            raise ValueError(
+                "model.warmup learns from data, but there is none; write model: {init: tiny, warmup: null},"
+                " or add data"
+            )
+        return self
+
     @model_validator(mode="after")
     def _sft_rents_nothing(self) -> Self:
         most = self.rollout.spot.max_instances
@@ -229,7 +269,7 @@ class Job(Model):
     def is_scored(self) -> bool:
         """True if any response of the run gets a reward."""
         warms_up = isinstance(self.model, TinyModel) and self.model.warmup is not None
-        return self.algorithm.loss != "sft" or bool(self.evaluations) or warms_up
+        return warms_up or (not self.only_serves and (self.algorithm.loss != "sft" or bool(self.evaluations)))
 
     @model_validator(mode="after")
     def _head_is_told_all(self) -> Self:

@@ -16,7 +16,7 @@ from msgspec import UNSET, UnsetType
 from rlboost_runtime.protocol.status import InstanceRow, MachineRow, Status
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-STATES = ("provisioning", "rollout", "training", "done", "failed", "stopped")
+STATES = ("provisioning", "rollout", "training", "serving", "done", "failed", "stopped")
 
 Figure = float | UnsetType | None
 Samples = Mapping[tuple[str, ...], Figure]
@@ -105,6 +105,18 @@ PROM_METRICS = (
                lambda s: s.responses.cancelled),
     PromMetric("responses_in_flight", "gauge", "Responses that instances hold.",
                lambda s: s.responses.in_flight),
+    PromMetric("requests_open", "gauge", "Requests of a run that only serves that are open.",
+               lambda s: s.serving.open if s.serving else None),
+    PromMetric("requests_waiting", "gauge", "Those of them that wait for an engine.",
+               lambda s: s.serving.waiting if s.serving else None),
+    PromMetric("requests_longest_wait_seconds", "gauge", "How long one of them has waited.",
+               lambda s: s.serving.longest_wait_s if s.serving else None),
+    PromMetric("requests_answered_total", "counter", "Requests of a run that only serves that were answered.",
+               lambda s: s.serving.finished if s.serving else None),
+    PromMetric("tokens_served_total", "counter", "Response tokens of requests.",
+               lambda s: s.serving.tokens if s.serving else None),
+    PromMetric("served_usd_per_million_tokens", "gauge", "What a million served tokens cost, in dollars.",
+               lambda s: s.serving.usd_per_million_tokens if s.serving else None),
     PromMetric("preemptions_total", "counter", "Lost spot instances, by how the coordinator learnt of it.",
                lambda s: {("noticed",): s.preemptions.noticed, ("silent",): s.preemptions.silent,
                           ("reset",): s.preemptions.reset}, ("detected",)),

@@ -159,6 +159,24 @@ class CostSoFar(msgspec.Struct):
     """None before the first trained step."""
 
 
+class ServingStatus(msgspec.Struct):
+    """Requests of a run that only serves, and what their tokens cost."""
+
+    open: int = 0
+    """Requests that wait or are generated."""
+    waiting: int = 0
+    longest_wait_s: float = 0.0
+    """Of those that wait for an engine."""
+    finished: int = 0
+    """Requests since the run began."""
+    tokens: int = 0
+    """Their response tokens."""
+    wanted_instances: int = 0
+    """Spot instances that the load wants."""
+    usd_per_million_tokens: float | None = None
+    """Everything spent so far over `tokens`; None before the first."""
+
+
 class RecentEvent(msgspec.Struct):
     """Something that happened, in words."""
 
@@ -233,7 +251,7 @@ class Status(msgspec.Struct, kw_only=True):
 
     run: str = "RUN"
     state: str = "unknown"
-    """provisioning, training, rollout, or how the run ended: done, failed, stopped."""
+    """provisioning, training, rollout, serving, or how the run ended: done, failed, stopped."""
     phase: str | None = None
     preparing: Preparation | None = None
     ancestors: list[str] = []
@@ -242,6 +260,8 @@ class Status(msgspec.Struct, kw_only=True):
     """Trained steps, with those up to the checkpoint that a fork started from."""
     steps: int | None = None
     step_responses: StepProgress | None = None
+    serving: ServingStatus | None = None
+    """None in a run that trains."""
     policy_version: int | None = None
     reward_mean: float | None = None
     reward_history: list[float | None] = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlboost_runtime.coordinator.service import core_config
+from rlboost_runtime.coordinator.tunables import core_config
 from rlboost_runtime.job import Budget, CloudOffer, Job, ReasoningGym, Rollout, Spot, TinyModel
 
 

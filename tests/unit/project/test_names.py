@@ -48,7 +48,16 @@ ALLOWED = {
 ALLOWED |= {option for each in FRAMEWORKS for option in (*each.defaults, *each.elsewhere)}
 EXAMPLES = re.compile(r"\b(acme|fewest)\b")
 """What the worked examples in CONTRIBUTING would add."""
-FOREIGN = {"ContinuousBatchProcessor", "GRPOTrainer", "MemoryBIO", "ProxyJump", "compute_v1", "np", "vllm"}
+FOREIGN = {
+    "ContinuousBatchProcessor",
+    "GRPOTrainer",
+    "MemoryBIO",
+    "ProxyJump",
+    "ServiceClient",
+    "compute_v1",
+    "np",
+    "vllm",
+}
 """Classes, options and packages of other projects that are named."""
 
 DOTTED = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+")

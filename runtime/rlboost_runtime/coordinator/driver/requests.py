@@ -351,7 +351,7 @@ class RequestDesk:
         self._let_go(tokens)
         self._append(_GONE + msgspec.msgpack.encode([number]))
         if tokens.reason is None:
-            self._apply(RequestWithdrawn(self._now(), number))
+            self._apply(RequestWithdrawn(self._now(), number, len(tokens.ids)))
 
     def _let_go(self, tokens: RequestTokens) -> None:
         if tokens.assignment is not None:

@@ -24,6 +24,7 @@ from rlboost_runtime.core.base.messages import (
     Finished,
     InstanceJoined,
     RequestArrived,
+    RequestWithdrawn,
     RunStarted,
     StepStarted,
     StepTrained,
@@ -75,7 +76,7 @@ class RunTotals:
     """Number of the next request outside a step; never reused."""
     requests_finished: int = 0
     request_tokens: int = 0
-    """Tokens of the requests that finished."""
+    """Tokens of the requests that finished, and of those that were withdrawn before."""
     boot: str = ""
     """The head's boot under which the last coordinator began; empty where it is unknown."""
     num_events: int = 0
@@ -108,6 +109,8 @@ class RunTotals:
                 self.next_request = max(self.next_request, request.response + 1)
             case Finished(response=response, num_tokens=num_tokens) if response >= FIRST_REQUEST:
                 self.requests_finished += 1
+                self.request_tokens += num_tokens
+            case RequestWithdrawn(num_tokens=num_tokens):
                 self.request_tokens += num_tokens
             case Finished(num_tokens=num_tokens):
                 self.finished += 1

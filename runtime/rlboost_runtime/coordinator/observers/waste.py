@@ -268,10 +268,19 @@ class WasteMeter:
         return Doing.WORKING if any(i.num_assigned for i in instances) else Doing.IDLING
 
     def _reserved(self, instances: Sequence[Instance]) -> Doing:
+        if self._core.config.autoscaling is not None:
+            return self._serving_head(instances)
         if self._core.step is None:
             return Doing.BOOTING
         trains = self._core.lease in (LeaseState.TRAINER, LeaseState.RECALLING)
         return Doing.WORKING if trains or any(i.num_assigned for i in instances) else Doing.IDLING
+
+    def _serving_head(self, instances: Sequence[Instance]) -> Doing:
+        """Return what the head of a run does that only serves: without engines, it serves those elsewhere."""
+        if self._core.newest_version is None or (instances and not any(i.has_served for i in instances)):
+            return Doing.BOOTING
+        work = any(i.num_assigned for i in instances) if instances else bool(self._core.open_requests)
+        return Doing.WORKING if work else Doing.IDLING
 
     def _settle_claims(self) -> None:
         """Take what was claimed from the time worked, the latest first; what a machine that still runs does

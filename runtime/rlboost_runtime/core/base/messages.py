@@ -20,6 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from rlboost_runtime.core.base.autoscaling import Autoscaling
 from rlboost_runtime.core.base.cost_model import Prices
 from rlboost_runtime.core.base.prior import Prior
 from rlboost_runtime.core.base.token_cost import MachineKind
@@ -179,6 +180,9 @@ class CoreConfig:
     """What machines and bytes cost, for the fleet's size."""
     policy: SchedulingPolicy = field(default_factory=SchedulingPolicy)
     """The rules for dispatch, seeding, sizing and balance."""
+    autoscaling: Autoscaling | None = None
+    """The fleet only serves requests: it follows their load, and the reserved engines never sleep. None: it
+    works for a trainer."""
 
 
 # --- events ----------------------------------------------------------------------------------------------
@@ -269,9 +273,11 @@ class RequestArrived(_Timed):
 
 @dataclass(frozen=True, slots=True)
 class RequestWithdrawn(_Timed):
-    """Nobody wants the rest of this response: its client left, or has all that it asked for."""
+    """Nobody wants the rest of this response: its client left, or has all that it asked for. `num_tokens` are
+    journalled."""
 
     response: int
+    num_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

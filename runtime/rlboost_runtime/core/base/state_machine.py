@@ -39,6 +39,11 @@ class StateMachine(Generic[S]):
         self.state = to
         self.history.append((at, to, why))
 
+    @property
+    def since(self) -> float:
+        """When it came into this state, in seconds of the run."""
+        return self.history[-1][0]
+
     def illegal(self, what: str, why: str, at: float) -> IllegalMove:
         """Return the error for something that the present state does not allow."""
         return IllegalMove(f"{self.subject}: {self.state} {what} ({why}) at {at:g} s; history: {self.line()}")

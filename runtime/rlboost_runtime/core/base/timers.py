@@ -50,6 +50,8 @@ class Timer(StrEnum):
     """Work is left and no instance serves it: recall the GPU."""
     BALANCE = "balance"
     """Responses may be moved between instances again."""
+    SCALE = "scale"
+    """A fleet that only serves looks at its load again."""
     PACE = "pace"
     """Responses that wait on purpose may be placed."""
 

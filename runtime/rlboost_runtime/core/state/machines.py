@@ -135,6 +135,11 @@ class MachineTable:
         """Machines asked for or launched that are not about to go."""
         return self._num_counted
 
+    @property
+    def num_instances(self) -> int:
+        """Instances that those machines have once all are there."""
+        return self._num_instances
+
     def instances_of(self, machine: Machine) -> int:
         """Return how many instances a machine has once all are there."""
         return self._per_machine if machine.kind is None else machine.kind.engines
