@@ -12,7 +12,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3ForCausalLM
 
-from rlboost_runtime.job import Algorithm, Lora, Ppo, TinyModel, Trainer
+from rlboost_runtime.job import Algorithm, Lora, TinyModel, Trainer
 from rlboost_runtime.run.checkpoints import step_folder
 from rlboost_runtime.trainer.artifacts import checkpoint
 from rlboost_runtime.trainer.artifacts.checkpoint import TrainedState, TrainingState
 from rlboost_runtime.trainer.artifacts.publisher import Publisher, VersionContent
-from rlboost_runtime.trainer.learn.companions import Critic
 from rlboost_runtime.trainer.learn.learner import Learner
 from rlboost_runtime.trainer.learn.loading import hollow_model
 from rlboost_runtime.trainer.learn.model_files import version_configs
@@ -39,7 +37,7 @@ from rlboost_runtime.trainer.learn.policy import Policy, Residency
 from rlboost_runtime.trainer.learn.rank_worker import serve
 from rlboost_runtime.trainer.learn.ranks import End, Ranks
 from rlboost_runtime.trainer.learn.sample import Sample
-from rlboost_runtime.trainer.learn.sharded_state import CRITIC, StoredState
+from rlboost_runtime.trainer.learn.sharded_state import StoredState
 from rlboost_runtime.trainer.models.tiny import make_model, make_tokenizer
 from rlboost_runtime.weights.manifest import read_manifest
 from rlboost_runtime.weights.store.store import WeightStore
@@ -49,7 +47,6 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "untied": (3, {}, {"optimizer_offload": True}),
     "lora": (2, {"lora": Lora(rank=4)}, {}),
     "bfloat16": (2, {}, {"dtype": "bfloat16"}),
-    "ppo": (3, {"loss": "ppo", "ppo": Ppo(learning_rate=1e-2)}, {}),
 }
 """Number of cycles, changes of the algorithm and of the trainer."""
 
@@ -132,7 +129,7 @@ class WatchedResidency(Residency):
     """Asserts, on every rank, that nothing is left on the device."""
 
     def __init__(self, policy: Policy, learner: Learner, ranks: Ranks, device: FakeDevice) -> None:
-        super().__init__(policy, learner.optimizer, ranks, learner.critic_state)
+        super().__init__(policy, learner.optimizer, ranks)
         self._device = device
         assert device.num_moved == device.live_bytes() == 0, "it begins in main memory"
 
@@ -176,15 +173,7 @@ class Run:
         self.policy = Policy(model, make_tokenizer(), source, mover=self.device)
         self.policy.stored = None if source is None else StoredState(source)
         self.policy.set_up(trainer, algorithm, ranks)
-        critic = None
-        if algorithm.critic is not None:
-            body = Policy(new_model(case), make_tokenizer(), mover=self.device)
-            if source is not None:
-                body = Policy(hollow_model(source / CRITIC), make_tokenizer(), source, mover=self.device)
-                body.stored = StoredState(source / CRITIC)
-            critic = Critic(body, algorithm, trainer, ranks)
-            critic.scorer.register_forward_pre_hook(self._require_device)
-        self.learner = Learner(self.policy, algorithm, trainer, ranks, critic=critic)
+        self.learner = Learner(self.policy, algorithm, trainer, ranks)
         kind = OldResidency if case == OLD_MOVER else WatchedResidency
         self.residency = kind(self.policy, self.learner, ranks, self.device)
         self.policy.scorer.register_forward_pre_hook(self._require_device)
@@ -203,15 +192,11 @@ class Run:
     def train(self, step: int, *, recalled: bool) -> None:
         self.residency.take()
         self.learner.begin_step(step)
-        asked = [*samples(2 * step, 5), *samples(2 * step + 1, 5)]
-        if self.learner.critic is not None:
-            valued = self.learner.score_values([replace(each, reward=each.advantage) for each in asked])
-            asked = self.learner.critic.judge([in_main_memory(each) for each in valued])
-        self.learner.accumulate(asked[:5])
+        self.learner.accumulate(samples(2 * step, 5))
         if recalled:  # gradients move along
             self.residency.free()
             self.residency.take()
-        self.learner.accumulate(asked[5:])
+        self.learner.accumulate(samples(2 * step + 1, 5))
         self.learner.apply()
 
     def publish(self, store: WeightStore, version: int) -> dict[str, Any]:
@@ -241,11 +226,6 @@ class Run:
             "probe": np.array(stored.logprobs), "trainer_probe": trained[-1], "fresh_probe": loaded[-1],
             "greedy": fresh.probe(PROBE_IDS, "float32").next_token_ids == stored.next_token_ids,
         }  # fmt: skip
-
-
-def in_main_memory(sample: Sample) -> Sample:
-    """Values come by a copy to main memory, which is none where the device is in it."""
-    return sample if sample.values is None else replace(sample, values=sample.values.copy())
 
 
 @torch.no_grad()

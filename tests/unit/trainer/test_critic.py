@@ -1,8 +1,8 @@
 """PPO's advantages, value loss and whole update against OpenRLHF's formulas, written out here.
 
-Its sources, at commit 3c3be62 of August 2026: `experience_maker.py` in `openrlhf/trainer/ppo_utils`
-(`get_advantages_and_returns`, `compute_advantages_and_returns`), and in `openrlhf/models` `utils.py`
-(`compute_reward`, `compute_approx_kl`) and `loss.py` (`PolicyLoss`, `ValueLoss`, `aggregate_loss`).
+Its sources, at commit 3c3be62 of August 2026: the experience maker (`get_advantages_and_returns`,
+`compute_advantages_and_returns`) and, of its models, utils (`compute_reward`, `compute_approx_kl`) and losses
+(`PolicyLoss`, `ValueLoss`, `aggregate_loss`).
 """
 
 from __future__ import annotations
