@@ -207,7 +207,8 @@ rlboost check job.yaml
   `--devices`. TRL's own trainer can also train, and the fleet generate ([own-trainer.md](own-trainer.md)).
 - **prime-rl**: the TOML file of a run.
 - **OpenRLHF** has no file of options to translate; `rlboost init --template reinforce-pp-8b` writes its
-  REINFORCE++. Its SFT, rejection sampling and online DPO are in [stages](stages.md); PPO is not built.
+  REINFORCE++, `--template ppo-8b` its PPO. Its SFT, rejection sampling and online DPO are in
+  [stages](stages.md).
 
 What differs even where all options agree:
 

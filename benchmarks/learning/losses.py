@@ -1,6 +1,7 @@
 """Does each loss learn, and does work ahead of training learn as well? Run by run, each finished one kept.
 
     python -m benchmarks.learning.losses losses --out FOLDER      # seven losses, 3 seeds each
+    python -m benchmarks.learning.losses ppo --out FOLDER         # with a critic, 3 seeds
     python -m benchmarks.learning.losses stages --out FOLDER      # sft, rejection, dpo; 3 seeds each
     python -m benchmarks.learning.losses staleness --out FOLDER   # max_staleness 0 and 1, 5 seeds each
 
@@ -10,8 +11,9 @@ sampling happens in this process (`offline.py`). All runs of a seed begin with t
 finished run is not repeated; `--limit` makes a few and stops (exit code 3). Once all are there, the last line
 of stdout is one JSON object with every run's reward per step, and `--result` and `--picture` are written.
 
-- losses, stages: passes if every run of every loss ends above its beginning (last five steps against first
-  five). The reward of an sft step is that of responses to its prompts, sampled before they are trained on.
+- losses, ppo, stages: passes if every run of every loss ends above its beginning (last five steps against
+  first five). The reward of an sft step is that of responses to its prompts, sampled before they are trained
+  on.
 - staleness: passes if the mean rewards of the last five steps differ by at most two standard errors.
 """
 
@@ -43,7 +45,10 @@ from rlboost_runtime.run.folder import read_json, write_json
 from rlboost_runtime.trainer.artifacts.checkpoint import replace_folder
 from rlboost_runtime.trainer.learn.policy import Policy
 
-LOSSES: tuple[str, ...] = tuple(loss for loss in get_args(Loss) if loss not in WITHOUT_RATIO)
+LOSSES: tuple[str, ...] = tuple(
+    loss for loss in get_args(Loss) if loss not in WITHOUT_RATIO and loss != "ppo"
+)
+CRITIC_LEARNING_RATE = 1e-3
 ENDS = 5
 """Steps of a beginning and of an end."""
 MORE_TO_DO = 3
@@ -75,6 +80,8 @@ def planned(what: str, seeds: int, steps: int) -> list[Planned]:
     """Return all runs, seed by seed, so that a stop leaves whole seeds."""
     if what == "losses":
         variants: dict[str, dict[str, Any]] = {loss: {"loss": loss} for loss in LOSSES}
+    elif what == "ppo":
+        variants = {"ppo": {"loss": "ppo", "ppo": {"learning_rate": CRITIC_LEARNING_RATE}}}
     elif what == "stages":
         variants = {loss: {"loss": loss} for loss in WITHOUT_RATIO}
     else:
@@ -175,7 +182,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("losses", "stages", "staleness"))
+    parser.add_argument("what", choices=("losses", "ppo", "stages", "staleness"))
     parser.add_argument("--seeds", type=int, default=None, help="5 for staleness, else 3")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--limit", type=int, default=None, help="make at most so many runs")

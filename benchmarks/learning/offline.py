@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -33,10 +34,10 @@ from rlboost_runtime.job import WITHOUT_RATIO, Algorithm, Job, TinyModel
 from rlboost_runtime.trainer.data.chat import PromptEncoder
 from rlboost_runtime.trainer.data.prompts import Prompt, PromptSource
 from rlboost_runtime.trainer.data.reading import Example, read_examples
+from rlboost_runtime.trainer.learn.companions import Critic, Reference
 from rlboost_runtime.trainer.learn.learner import Learner
 from rlboost_runtime.trainer.learn.losses import group_advantages, overlong_penalty
 from rlboost_runtime.trainer.learn.policy import Policy
-from rlboost_runtime.trainer.learn.reference import Reference
 from rlboost_runtime.trainer.learn.sample import Sample, chosen_responses
 from rlboost_runtime.trainer.loop import imitated
 from rlboost_runtime.trainer.models.tiny import WarmupReport, make_model, make_tokenizer
@@ -162,7 +163,10 @@ def train(policy: Policy, job: Job, files: Path, scorer: RewardScorer) -> list[d
     reference = None
     if algorithm.reference is not None:
         reference = Reference(policy, Policy(copy.deepcopy(policy.model), policy.tokenizer))
-    learner = Learner(policy, algorithm, reference=reference)
+    critic = None
+    if algorithm.critic is not None:
+        critic = Critic(Policy(copy.deepcopy(policy.model), policy.tokenizer), algorithm)
+    learner = Learner(policy, algorithm, reference=reference, critic=critic)
     asked = RequestedSteps[int](algorithm.max_staleness, algorithm.steps)
     sampled: dict[int, list[Sampled]] = {}
     rows = []
@@ -223,6 +227,9 @@ def train_step(
         samples = [imitated(prompt) for prompt in prompts]
     if algorithm.reference is not None:
         samples = learner.score_reference(samples)
+    if learner.critic is not None:
+        rewarded = [replace(each, reward=reward) for each, reward in zip(samples, shaped, strict=True)]
+        samples = learner.critic.judge(learner.score_values(rewarded))
     if algorithm.recomputes_old_logprobs:
         samples = learner.recompute(samples)
     per_minibatch = len(samples) // algorithm.minibatches_per_step

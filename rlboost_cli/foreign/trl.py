@@ -130,9 +130,14 @@ def _clip_high(options: OptionReader) -> Any:
     return high - 1 if options["loss_type"] == "cispo" else high
 
 
+def _has_engines(options: OptionReader) -> bool:
+    """Whether vLLM generates: a script may say so itself, and leave its options to the file."""
+    return bool(options["use_vllm"]) or any(name.startswith("vllm_") for name in options.given)
+
+
 def _correction(options: OptionReader) -> Any:
     mode = options["vllm_importance_sampling_mode"]
-    if not options["use_vllm"]:
+    if not _has_engines(options):
         return ...
     if not options["vllm_importance_sampling_correction"]:
         return "none"
@@ -144,7 +149,7 @@ def _correction(options: OptionReader) -> Any:
 
 
 def _cap(options: OptionReader) -> Any:
-    is_on = options["use_vllm"] and options["vllm_importance_sampling_correction"]
+    is_on = _has_engines(options) and options["vllm_importance_sampling_correction"]
     cap = options["vllm_importance_sampling_clip_max"]
     return cap if is_on and cap and options["vllm_importance_sampling_mode"] in _CORRECTIONS else ...
 
@@ -532,6 +537,7 @@ ELSEWHERE = {
 }
 
 RENAMED = {
+    "model_name": "model_name_or_path",
     "vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max",
     "lr_scheduler": "lr_scheduler_type",
     "evaluation_strategy": "eval_strategy",

@@ -52,8 +52,11 @@ def _loss(options: OptionReader) -> str:
         aggregation = "seq-mean-token-mean"
     by_std = bool(options["algorithm.norm_adv_by_std_in_grpo"]) or not estimator.startswith("grpo")
     if estimator == "gae":
-        options.leave("algorithm.adv_estimator", "PPO with a critic is not built; the job has loss: dapo")
-        return "dapo"
+        if mode != "vanilla":
+            options.leave(f"{_ACTOR}.policy_loss.loss_mode", "ppo has the clipped policy loss")
+        if aggregation != "token-mean":
+            options.leave(f"{_ACTOR}.loss_agg_mode", "ppo is the mean over tokens")
+        return "ppo"
     if mode in ("gspo", "cispo") and estimator == "grpo":
         if not by_std:
             options.leave("algorithm.norm_adv_by_std_in_grpo", f"{mode} divides by the group's std here")
@@ -78,6 +81,34 @@ def _loss(options: OptionReader) -> str:
             f"{_ACTOR}.loss_agg_mode", f"with this estimator the nearest is {nearest}, by another divisor"
         )
     return nearest
+
+
+def _ppo(options: OptionReader) -> Any:
+    """Return `algorithm.ppo`."""
+    if options["algorithm.adv_estimator"] != "gae":
+        return ...
+    for name in ("ppo_epochs", "ppo_mini_batch_size", "loss_agg_mode"):
+        wanted = options[f"{_ACTOR}.{name}"]
+        if name == "loss_agg_mode":
+            wanted = "token-mean"
+        if options.given.get(f"critic.{name}", wanted) != wanted:
+            options.leave(f"critic.{name}", f"critic and policy take the same updates, over {wanted}")
+    path = options["critic.model.path"]
+    found = {} if path in (None, options[f"{_MODEL}.path"]) else {"critic": path}
+    warm_up = options["trainer.critic_warmup"]
+    if warm_up > 1:
+        found["warmup_steps"] = warm_up - 1
+    return found | {
+        "learning_rate": options["critic.optim.lr"],
+        "gamma": options["algorithm.gamma"],
+        "gae_lambda": options["algorithm.lam"],
+        "value_clip": options["critic.cliprange_value"],
+    }
+
+
+def _group_size(options: OptionReader) -> int:
+    size: int = options[f"{_ROLLOUT}.n"]
+    return size if options["algorithm.adv_estimator"] == "gae" else group_size(size)
 
 
 def _kl(options: OptionReader) -> Any:
@@ -309,9 +340,27 @@ RULES = (
         _loss,
         "grpo with token-mean: `dapo`; with seq-mean-token-mean: `grpo`; with seq-mean-token-sum-norm and no"
         " std: `dr_grpo`; loss_mode gspo, cispo: the same; rloo with seq-mean-token-sum: `rloo`;"
-        " reinforce_plus_plus_baseline: `reinforce_pp`; else the nearest, and the difference is listed",
+        " reinforce_plus_plus_baseline: `reinforce_pp`; gae: `ppo`; else the nearest, and the difference is"
+        " listed",
     ),
-    OptionRule("algorithm.group_size", (f"{_ROLLOUT}.n",), lambda o: group_size(o[f"{_ROLLOUT}.n"])),
+    OptionRule(
+        "algorithm.ppo",
+        (
+            "critic.model.path",
+            "critic.optim.lr",
+            "algorithm.gamma",
+            "algorithm.lam",
+            "critic.cliprange_value",
+            "trainer.critic_warmup",
+            "critic.ppo_epochs",
+            "critic.ppo_mini_batch_size",
+            "critic.loss_agg_mode",
+        ),
+        _ppo,
+        "with gae: `critic`, `learning_rate`, `gamma`, `gae_lambda`, `value_clip`, `warmup_steps` (one less:"
+        " veRL counts from 1)",
+    ),
+    OptionRule("algorithm.group_size", (f"{_ROLLOUT}.n",), _group_size),
     OptionRule("algorithm.prompts_per_step", ("data.train_batch_size",), None, "prompts in both"),
     OptionRule(
         "algorithm.minibatches_per_step",
@@ -447,6 +496,14 @@ RULES = (
 
 DEFAULTS: dict[str, Any] = {
     "algorithm.adv_estimator": "gae",
+    "algorithm.gamma": 1.0,
+    "algorithm.lam": 1.0,
+    "critic.cliprange_value": 0.5,
+    "critic.loss_agg_mode": "token-mean",
+    "critic.model.path": None,
+    "critic.optim.lr": 1e-5,
+    "critic.ppo_epochs": 1,
+    "critic.ppo_mini_batch_size": None,
     "algorithm.filter_groups.enable": False,
     "algorithm.filter_groups.metric": None,
     "algorithm.kl_ctrl.kl_coef": 0.001,
@@ -544,8 +601,8 @@ ELSEWHERE = {
     f"{_ROLLOUT}.max_model_len": "max_prompt_tokens + max_response_tokens",
     f"{_ROLLOUT}.*_length": "max_prompt_tokens, max_response_tokens",
     f"{_ROLLOUT}.free_cache_engine": "reserved engines always free their memory for the trainer",
-    f"{_ROLLOUT}.multi_turn.*": "responses are a single turn",
-    f"{_ROLLOUT}.agent.*": "responses are a single turn",
+    f"{_ROLLOUT}.multi_turn.*": "rollouts of several turns are an environment's: docs/agents.md",
+    f"{_ROLLOUT}.agent.*": "rollouts of several turns are an environment's: docs/agents.md",
     f"{_ROLLOUT}.calculate_log_probs": "engines always report them",
     f"{_ROLLOUT}.*parallel_size": "engines are replicated over machines, with tensor parallelism within one",
     f"{_ROLLOUT}.*log_prob_*": _SIZES,
@@ -568,7 +625,14 @@ ELSEWHERE = {
     f"{_MODEL}.use_remove_padding": "responses are always packed without padding",
     f"{_MODEL}.trust_remote_code": "code from a model's repository is not run",
     f"{_MODEL}.custom_chat_template": "write it to a file: data.chat_template",
-    "critic.*": "PPO with a critic is not built",
+    "critic.*micro_batch_size*": _SIZES,
+    "critic.*max_token_len*": _SIZES,
+    "critic.use_dynamic_bsz": _SIZES,
+    "critic.*offload*": _MEMORY,
+    "critic.*gradient_checkpointing": _MEMORY,
+    "critic.model.use_remove_padding": "responses are always packed without padding",
+    "critic.optim.*": "the policy's options are also the critic's, but for its learning rate",
+    "critic.*": "the critic is sharded, stored and adapted as the policy is",
     "data.filter_overlong_prompts*": "prompts longer than max_prompt_tokens are left out and counted",
     "data.truncation": "prompts longer than max_prompt_tokens are left out and counted, never cut",
     f"{_LENGTH}.log": "metrics.jsonl has the rewards before penalties",
@@ -579,8 +643,6 @@ ELSEWHERE = {
     "data.*image*": "prompts are text",
     "data.*video*": "prompts are text",
     "algorithm.filter_groups.max_num_gen_batches": "spare_prompts bounds what is generated",
-    "algorithm.gamma": "no critic, hence no discount",
-    "algorithm.lam": "no critic, hence no GAE",
     "reward.reward_model.*": "reward: {http: URL, speaks: pooling} asks a served reward model",
     "reward.reward_manager*": "reward: a function of yours, or built in",
     "trainer.n_gpus_per_node": _MACHINES,
@@ -592,7 +654,6 @@ ELSEWHERE = {
     "trainer.default_*_dir": "output",
     "trainer.val_only": "training and evaluation go together",
     "trainer.balance_batch": _SIZES,
-    "trainer.critic_warmup": "PPO with a critic is not built",
     "trainer.logger": "tracking",
     "trainer.log_val_generations": "rlboost samples shows responses",
     "ray_*": "there is no Ray",

@@ -208,10 +208,12 @@ def affordable_machines(job: Job, preset: Preset) -> int:
 
 def _forward_passes(job: Job) -> float:
     """Return what training a response costs: forward and twice that backward, recomputed activations unless
-    the job says that they are kept, and the log-probabilities that its objective needs beforehand."""
+    the job says that they are kept, that of a critic, and the log-probabilities and values that its objective
+    needs beforehand."""
     algorithm = job.algorithm
-    recomputed = job.trainer.activation_checkpointing is not False
-    return 3.0 + sum((recomputed, algorithm.reference is not None, algorithm.recomputes_old_logprobs))
+    trained = 3.0 + (job.trainer.activation_checkpointing is not False)
+    critic = 0.0 if algorithm.critic is None else 1.0 + trained  # its values first, as large as the policy
+    return trained + critic + sum((algorithm.reference is not None, algorithm.recomputes_old_logprobs))
 
 
 def _on_cores(job: Job, preset: Preset) -> Preset:

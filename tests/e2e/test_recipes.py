@@ -33,6 +33,9 @@ def twin(recipe: str) -> dict[str, Any]:
     for name, most in AT_MOST.items():
         if name in algorithm:
             algorithm[name] = min(algorithm[name], most)
+    if algorithm["loss"] == "ppo":
+        algorithm |= {"prompts_per_step": 32, "group_size": 1}
+        algorithm["ppo"] |= {"critic": "start", "learning_rate": 1.0e-3}
     if "lora" in algorithm:
         algorithm["lora"] = {"rank": 4, "alpha": 8}
     return {

@@ -55,34 +55,59 @@ def test_sft_through_a_killed_trainer_rents_nothing(cli: Any) -> None:
 KILLS = 20
 
 
-def test_sft_then_dpo_through_kills(cli: Any) -> None:
+def train_through_kills(cli: Any, run: str, **job: Any) -> list[dict[str, float]]:
+    """Train with `KILLS` machines killed while they work, and the trainer once; return the metrics."""
     steps = 4 + KILLS
     spot = {"any_of": [{"infra": "local", "price_usd_per_hour": 2.66, "preload": True}]}
-    job = cli.job(
-        "pairs", model=imitate(cli), rollout={"spot": spot},
-        algorithm={"loss": "dpo", "dpo": {"beta": 0.2}, "steps": steps, "max_response_tokens": 30},
-    )  # fmt: skip
-    cli("launch", job, "--detach", "--yes")
+    algorithm = {"steps": steps, "max_response_tokens": 30} | job.pop("algorithm")
+    written = cli.job(run, rollout={"spot": spot}, algorithm=algorithm, **job)
+    cli("launch", written, "--detach", "--yes")
     killed: list[str] = []
     while len(killed) < KILLS:
-        status = cli.wait("pairs", lambda s: busy_machine(s, killed), timeout_s=120)
+        status = cli.wait(run, lambda s: busy_machine(s, killed), timeout_s=120)
         killed.append(busy_machine(status, killed) or "")
-        cli("preempt", "pairs", killed[-1])
+        cli("preempt", run, killed[-1])
         if len(killed) == 2:
-            cli.process("pairs", "trainer").kill()
-    outcome = cli.wait_outcome("pairs", timeout_s=100 + 20 * KILLS)
+            cli.process(run, "trainer").kill()
+    outcome = cli.wait_outcome(run, timeout_s=100 + 20 * KILLS)
     assert outcome["exit_code"] == 0, outcome
 
-    lines = lines_of(cli, "pairs")
+    lines = lines_of(cli, run)
     assert [line["step"] for line in lines] == list(range(steps))
+    status, found = cli.json("status", run), audit(cli.run_folder(run))
+    assert found.problems == []
+    assert status["preemptions"]["reset"] >= KILLS
+    assert status["responses"]["requested"] == status["responses"]["finished"]
+    cli.assert_gone(run)
+    return lines
+
+
+def test_sft_then_dpo_through_kills(cli: Any) -> None:
+    lines = train_through_kills(
+        cli, "pairs", model=imitate(cli), algorithm={"loss": "dpo", "dpo": {"beta": 0.2}}
+    )
     for line in lines:
         assert line["pairs"] + line["pairs_tied"] == 6
         assert line["tokens_trained"] > 0 or line["pairs"] == 0
     first = next(line for line in lines if line["pairs"])
     assert first["pair_margin"] == pytest.approx(0, abs=1e-4), "the start is the reference"
     assert lines[-1]["reference_kl"] > 0
-    status, found = cli.json("status", "pairs"), audit(cli.run_folder("pairs"))
-    assert found.problems == []
-    assert status["preemptions"]["reset"] >= KILLS
-    assert status["responses"]["requested"] == status["responses"]["finished"]
-    cli.assert_gone("pairs")
+
+
+def test_ppo_through_kills(cli: Any) -> None:
+    """A critic of its own, which warms up for a step, and a KL per token."""
+    lines = train_through_kills(
+        cli, "critic", model={"warmup": {"reward": 0.1, "max_seconds": 30}},
+        algorithm={
+            "loss": "ppo", "ppo": {"learning_rate": 1.0e-3, "warmup_steps": 1}, "minibatches_per_step": 2,
+            "kl": {"coef": 0.01, "estimator": "k1", "in": "reward"},
+        },
+    )  # fmt: skip
+    assert [line["grad_norm"] > 0 for line in lines] == [False] + [True] * (len(lines) - 1)
+    assert all(line["critic_grad_norm"] > 0 for line in lines)
+    assert lines[0]["value_mean"] == 0, "a new head"
+    assert lines[-1]["value_mean"] == pytest.approx(lines[-1]["return_mean"], abs=0.2), (
+        "it went on after the kill"
+    )
+    saved = sorted(cli.run_folder("critic").checkpoints.glob("step-*/critic"))
+    assert saved, "the critic is in the checkpoints"

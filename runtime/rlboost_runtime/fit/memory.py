@@ -77,6 +77,14 @@ class TrainingSetup:
     """True if a sleeping engine is on the GPU too."""
     has_reference: bool = False
     """True if a KL penalty has a reference model of its own: in main memory but for a forward pass."""
+    has_critic: bool = False
+    """True if a critic, taken to be as large as the policy, is trained beside it: its state is on the GPU as
+    the policy's is; their passes follow one another."""
+
+    @property
+    def models(self) -> int:
+        """Models that are trained."""
+        return 2 if self.has_critic else 1
 
     @property
     def trained(self) -> int:
@@ -130,9 +138,9 @@ def gpu_bytes(setup: TrainingSetup) -> dict[str, int]:
     """Return the parts of a GPU's memory during a forward and backward pass, with gradients accumulated."""
     shape, ranks = setup.shape, setup.ranks
     parts = {
-        "weights": WEIGHT * setup.all_parameters // ranks,
-        "gradients": GRADIENT * setup.trained // ranks,
-        "moments": 0 if setup.offload else MOMENTS * setup.trained // ranks,
+        "weights": WEIGHT * setup.models * setup.all_parameters // ranks,
+        "gradients": GRADIENT * setup.models * setup.trained // ranks,
+        "moments": 0 if setup.offload else MOMENTS * setup.models * setup.trained // ranks,
         "activations": saved_bytes(setup),
         "one layer redone": layer_bytes(setup) if setup.checkpointing else 0,
         "logits chunk": min(CHUNK_BYTES, 4 * 4 * setup.tokens * shape.vocabulary),
@@ -145,8 +153,11 @@ def gpu_bytes(setup: TrainingSetup) -> dict[str, int]:
 
 
 def step_bytes(setup: TrainingSetup) -> int:
-    """Return a GPU's memory at the optimizer's step: offloaded moments are there, activations are not."""
-    state = WEIGHT * setup.all_parameters + (GRADIENT + MOMENTS) * setup.trained
+    """Return a GPU's memory at the optimizer's step: offloaded moments are there, of one model at a time,
+    activations are not."""
+    moments = MOMENTS * (1 if setup.offload else setup.models)
+    state = setup.models * (WEIGHT * setup.all_parameters + GRADIENT * setup.trained)
+    state += moments * setup.trained
     beside = (CONTEXT_BYTES + ASLEEP_BYTES * setup.shares_gpu) if setup.on_gpu else 0
     return state // setup.ranks + beside
 

@@ -91,7 +91,8 @@ class FitPlan:
     def host_per_rank(self) -> int:
         """What a rank parks in main memory while engines have the GPU."""
         setup = self.setup
-        return (WEIGHT * setup.all_parameters + (GRADIENT + MOMENTS) * setup.trained) // setup.ranks
+        each = WEIGHT * setup.all_parameters + (GRADIENT + MOMENTS) * setup.trained
+        return setup.models * each // setup.ranks
 
     @property
     def host(self) -> int:
@@ -105,7 +106,7 @@ class FitPlan:
         """Seconds to move weights and moments one way."""
         setup = self.setup
         moved = WEIGHT * setup.all_parameters + (0 if setup.offload else MOMENTS * setup.trained)
-        return moved / setup.ranks / COPY_BYTES_PER_S
+        return setup.models * moved / setup.ranks / COPY_BYTES_PER_S
 
     @property
     def checkpoint_copy_s(self) -> float:
@@ -180,7 +181,7 @@ def fit_plan(job: Job, shape: TransformerShape, gpu_has: int | None = None) -> F
     setup, tokens = _choose(job, shape, has)
     element = CAST if job.rollout.engine_args.dtype == "bfloat16" else WEIGHT
     version = shape.parameters * element
-    checkpoint = WEIGHT * setup.all_parameters + MOMENTS * setup.trained
+    checkpoint = setup.models * (WEIGHT * setup.all_parameters + MOMENTS * setup.trained)
     context = element * shape.kv_elements_per_token * job.max_context_tokens
     return FitPlan(
         setup,
@@ -281,6 +282,7 @@ def _setup(job: Job, shape: TransformerShape, *, on_gpu: bool) -> TrainingSetup:
         checkpointing=trainer.checkpoints_activations, offload=trainer.offloads_optimizer,
         lora_rank=0 if job.algorithm.lora is None else job.algorithm.lora.rank,
         on_gpu=on_gpu, shares_gpu=trainer.local_engines > 0, has_reference=job.algorithm.has_reference_model,
+        has_critic=job.algorithm.critic is not None,
     )  # fmt: skip
 
 

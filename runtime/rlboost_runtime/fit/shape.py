@@ -190,6 +190,7 @@ KNOWN_MODELS: Mapping[str, TransformerShape] = {
     "meta-llama/Llama-3.2-1B": _plain(2048, 8192, 16, 32, 8, 64, 128_256, tied=True),
     "meta-llama/Llama-3.2-3B": _plain(3072, 8192, 28, 24, 8, 128, 128_256, tied=True),
     "meta-llama/Llama-3.1-8B": _plain(4096, 14_336, 32, 32, 8, 128, 128_256),
+    "OpenRLHF/Llama-3-8b-sft-mixture": _plain(4096, 14_336, 32, 32, 8, 128, 128_256),
 }
 """From the config.json of each repository on the Hugging Face hub; the same for -Base and -Instruct."""
 

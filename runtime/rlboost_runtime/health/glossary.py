@@ -35,7 +35,7 @@ class Metric:
 
 _REWARD, _LENGTH, _GROUPS = "Reward", "Length and ending", "Groups"
 _UPDATE, _MISMATCH, _TIME, _STEP = "Update", "Engine and trainer", "Time", "Step"
-_EVALUATION, _EPISODES = "Evaluation", "Episodes"
+_EVALUATION, _EPISODES, _CRITIC = "Evaluation", "Episodes", "Critic (ppo)"
 
 _TABLE: tuple[Metric, ...] = (
     Metric("step", _STEP, "count", "Step; from 0 in the file, from 1 in every command."),
@@ -160,6 +160,18 @@ _TABLE: tuple[Metric, ...] = (
     Metric("kernels_refused", _UPDATE, "count",
            "Fast kernels that did not agree with plain arithmetic on this GPU, and are not used.",
            "0", "`rlboost logs RUN trainer` gives the reason; training is right, but slower.", "low"),
+    Metric("value_loss", _CRITIC, "", "The critic's loss: half the mean square of return minus value.",
+           "falling from its start, then level", "Raise ppo.learning_rate, or ppo.warmup_steps.", "low"),
+    Metric("explained_variance", _CRITIC, "share",
+           "1 - var(return - value) / var(return), of the values before the update.",
+           "above 0.3 after some tens of steps", "Raise ppo.learning_rate; below 0: lower it.", "high"),
+    Metric("value_clip_share", _CRITIC, "share", "Tokens whose value was cut by value_clip.", "below 0.2",
+           "Raise ppo.value_clip, or lower ppo.learning_rate.", "low"),
+    Metric("value_mean", _CRITIC, "", "Mean value per token, before the update.", "near return_mean",
+           "Give it steps: ppo.warmup_steps."),
+    Metric("return_mean", _CRITIC, "", "Mean of what values are trained to be."),
+    Metric("critic_grad_norm", _CRITIC, "", "Norm of the critic's gradient before clipping.",
+           "steady; below ten times its median", "Lower ppo.learning_rate."),
     Metric("mismatch_tokens", _MISMATCH, "tokens", "Tokens that the mismatch metrics compare."),
     Metric("mismatch_kl", _MISMATCH, "nats", "KL of engine against trainer per token (k3 estimate).",
            "below 0.003; warned from 0.01", "Same dtype in both, no fp8, importance_sampling on.", "low"),

@@ -16,6 +16,7 @@ from rlboost_runtime.job.algorithm import (
     Kl,
     Lora,
     Loss,
+    Ppo,
     Rejection,
 )
 from rlboost_runtime.job.base import Model
@@ -69,6 +70,7 @@ __all__ = [
     "Loss",
     "Market",
     "Model",
+    "Ppo",
     "PromptData",
     "PromptDataset",
     "PromptFile",

@@ -84,7 +84,29 @@ class Rejection(Model):
     """Only responses whose reward is above this; null: any."""
 
 
-Loss = Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_pp", "dpo", "rejection", "sft"]
+class Ppo(Model):
+    """The critic of the `ppo` loss: a second model that predicts what is still to come of a response's
+    reward."""
+
+    critic: str = "start"
+    """What it begins as, with a new head: start: the model that the run began with; else a model's folder, or
+    the id of one of the hub with the same tokenizer, such as a reward model."""
+    learning_rate: float = Field(default=9.0e-6, gt=0, le=10)
+    """Its peak learning rate; schedule, warm-up, weight decay and the gradient's bound are the policy's."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """First steps in which the critic alone is trained."""
+    gamma: float = Field(default=1.0, ge=0, le=1)
+    """Discount per token."""
+    gae_lambda: float = Field(default=1.0, ge=0, le=1)
+    """1: advantages are returns minus values; lower: less variance, more of the critic's errors."""
+    value_clip: float | None = Field(default=0.5, gt=0)
+    """How far a value may move from that before the step's first update until its gradient is cut; null:
+    any."""
+
+
+Loss = Literal[
+    "grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_pp", "ppo", "dpo", "rejection", "sft"
+]
 WITHOUT_RATIO = ("dpo", "rejection", "sft")
 """Losses without a probability ratio: clips and corrections of it have no meaning there."""
 
@@ -100,11 +122,11 @@ class Algorithm(Model):
     """grpo: mean per response (arXiv 2402.03300); dapo: mean over tokens, higher upper clip (2503.14476);
     dr_grpo: constant divisor, no std (2503.20783); gspo: one ratio per response (2507.18071); cispo: clipped
     weight, every token keeps its gradient (2506.13585); rloo: leave-one-out baseline (2402.14740);
-    reinforce_pp: group baseline, batch std (2501.03262); dpo: the best response of a group against the worst
-    (2305.18290, online as in 2405.07863); rejection: the best responses are imitated (2304.06767); sft: the
-    data's own responses are imitated, nothing is rolled out."""
-    group_size: int = Field(default=8, ge=2, le=10_000)
-    """Responses per prompt."""
+    reinforce_pp: group baseline, batch std (2501.03262); ppo: advantages from a critic (1707.06347); dpo: the
+    best response of a group against the worst (2305.18290, online as in 2405.07863); rejection: the best
+    responses are imitated (2304.06767); sft: the data's own responses are imitated, nothing is rolled out."""
+    group_size: int = Field(default=8, ge=1, le=10_000)
+    """Responses per prompt; at least 2, but for ppo, which compares no responses."""
     prompts_per_step: int = Field(default=128, ge=1, le=1_000_000)
     """Prompts per step; a step has prompts_per_step x group_size responses."""
     steps: int = Field(default=200, ge=1, le=1_000_000_000)
@@ -132,6 +154,8 @@ class Algorithm(Model):
     """Penalty on the distance from a reference policy; null: none."""
     entropy_bonus: EntropyBonus | None = None
     """Bonus for entropy; null: none."""
+    ppo: Ppo | None = None
+    """Settings of loss ppo; null: its defaults."""
     dpo: Dpo | None = None
     """Settings of loss dpo; null: its defaults."""
     rejection: Rejection | None = None
@@ -156,7 +180,7 @@ class Algorithm(Model):
     old_logprobs: Literal["auto", "engine", "recompute"] = "auto"
     """What the ratio compares with after the step's first optimizer step. engine: what the engine reported;
     recompute: a forward pass beforehand, for which all later mini-batches wait; auto: recompute for gspo,
-    whose clip is narrower than the mismatch, else engine."""
+    whose clip is narrower than the mismatch, and for ppo, which waits anyway, else engine."""
     zero_variance_groups: Literal["keep", "drop", "replace"] = "keep"
     """Groups whose rewards are all equal, before penalties for length and KL, teach nothing of the task.
     keep: they count in the mean; drop: they do not; replace: spare prompts of the same step take their places
@@ -209,6 +233,19 @@ class Algorithm(Model):
         return self
 
     @model_validator(mode="after")
+    def _groups_are_large_enough(self) -> Self:
+        if self.group_size == 1 and self.loss not in ("ppo", "sft"):
+            raise ValueError(
+                f"group_size is 1, but {self.loss} compares the responses to a prompt; write at least 2"
+            )
+        if self.group_size == 1 and self.zero_variance_groups != "keep":
+            raise ValueError(
+                f"zero_variance_groups is {self.zero_variance_groups}, but a single response has no variance;"
+                " write keep, or a group_size of at least 2"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _terms_can_be_summed(self) -> Self:
         if self.loss == "reinforce_pp":  # divided by a std that is known only once all is summed
             if self.kl is not None and not self.kl.is_in_reward:
@@ -250,7 +287,7 @@ class Algorithm(Model):
         return (
             self.loss not in WITHOUT_RATIO
             and self.minibatches_per_step > 1
-            and (wanted == "recompute" or (wanted == "auto" and self.loss == "gspo"))
+            and (wanted == "recompute" or (wanted == "auto" and self.loss in ("gspo", "ppo")))
         )
 
     @property
@@ -259,25 +296,31 @@ class Algorithm(Model):
         return self.dpo or Dpo()
 
     @property
+    def critic(self) -> Ppo | None:
+        """`ppo`, its defaults filled in; None without a critic."""
+        return (self.ppo or Ppo()) if self.loss == "ppo" else None
+
+    @property
     def trained_temperature(self) -> float:
         """The temperature of the distribution that is trained: the sampled one, but 1 where responses are
         imitated; temperature 0 reads as 1."""
         return 1.0 if self.loss in ("rejection", "sft") else self.temperature or 1.0
 
-    def learning_rate_at(self, step: int) -> float:
+    def learning_rate_at(self, step: int, peak: float | None = None) -> float:
         """Return the learning rate of `step`, from 0: a linear warm-up, then the schedule of that name in
-        `transformers`."""
+        `transformers`. `peak`: None for the policy's."""
+        peak = self.learning_rate if peak is None else peak
         start, steps = self.learning_rate_warmup_steps, self.steps
         if step < start:
-            return self.learning_rate * (step + 1) / start
+            return peak * (step + 1) / start
         if self.learning_rate_schedule == "constant":
-            return self.learning_rate
+            return peak
         if self.learning_rate_schedule == "warmup_stable_decay":
             start = max(start, steps - (self.learning_rate_decay_steps or max(1, steps // 10)))
         done = min(1.0, max(0.0, (step - start) / max(1, steps - start)))
         is_cosine = self.learning_rate_schedule == "cosine"
         share = (1 + math.cos(math.pi * done)) / 2 if is_cosine else 1 - done
-        return self.learning_rate * (self.learning_rate_floor + (1 - self.learning_rate_floor) * share)
+        return peak * (self.learning_rate_floor + (1 - self.learning_rate_floor) * share)
 
     def entropy_coef_at(self, step: int) -> float:
         """Return the weight of the entropy in `step`, from 0."""

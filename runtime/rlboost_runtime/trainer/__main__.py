@@ -23,7 +23,7 @@ from rlboost_runtime.fit.gpus import ask_driver, require_gpus
 from rlboost_runtime.fit.plan import resolved
 from rlboost_runtime.fit.shape import shape_of_config
 from rlboost_runtime.job import Job, TinyModel, num_devices
-from rlboost_runtime.run.checkpoints import ancestors_of, saved_steps
+from rlboost_runtime.run.checkpoints import ancestors_of, saved_steps, step_folder
 from rlboost_runtime.run.folder import RunFolder
 from rlboost_runtime.run.resolved import read_resolved
 from rlboost_runtime.trainer.artifacts import checkpoint
@@ -31,10 +31,11 @@ from rlboost_runtime.trainer.data.chat import PromptEncoder
 from rlboost_runtime.trainer.data.prompts import PromptSource
 from rlboost_runtime.trainer.data.reading import Example, read_examples
 from rlboost_runtime.trainer.episodes.runner import EpisodeRunner
+from rlboost_runtime.trainer.learn.companions import Critic, Reference
 from rlboost_runtime.trainer.learn.policy import Policy
 from rlboost_runtime.trainer.learn.rank_worker import run_worker
 from rlboost_runtime.trainer.learn.ranks import ALONE, End, LoadPolicy, Ranks
-from rlboost_runtime.trainer.learn.reference import Reference
+from rlboost_runtime.trainer.learn.sharded_state import CRITIC
 from rlboost_runtime.trainer.loop import TrainerLoop
 from rlboost_runtime.trainer.models.hub import StartupProgress, fetch
 from rlboost_runtime.trainer.models.tiny import WarmupReport, prepare
@@ -182,18 +183,28 @@ def train(client: RolloutClient, ranks: Ranks = ALONE) -> Path:
         files = _files_to_send(policy, job)
         others = {} if other is None else _files_to_send(other, job)
         folder = None if other is None else str(other.source)
-        ranks.broadcast(LoadPolicy(str(policy.source), job.canonical_json(), files, folder, others))
+        body = load_critic(client, examples, scorer, progress, ranks)
+        bodies = {} if body is None else _files_to_send(body, job)
+        ranks.broadcast(
+            LoadPolicy(
+                str(policy.source), job.canonical_json(), files, folder, others,
+                None if body is None else str(body.source), bodies,
+            )
+        )  # fmt: skip
         policy.set_up(job.trainer, job.algorithm, ranks, is_sent=bool(files))
         reference = None
         if job.algorithm.reference is not None:
             reference = Reference(policy, other, ranks, is_sent=bool(others))
+        critic = None
+        if body is not None:
+            critic = Critic(body, job.algorithm, job.trainer, ranks, is_sent=bool(bodies))
         progress.finish()
         with contextlib.ExitStack() as playing:
             episodes = None
             if job.episodes is not None:
                 log_file = run.logs / "environment.log"
                 episodes = playing.enter_context(EpisodeRunner(job, run, log_file))
-            loop = TrainerLoop(client, policy, source, scorer, ranks, reference, evaluated, episodes)
+            loop = TrainerLoop(client, policy, source, scorer, ranks, reference, evaluated, episodes, critic)
             final = loop.train()
         ranks.broadcast(End())
         return final
@@ -241,11 +252,42 @@ def load_reference(
     if reference is None or not client.job.algorithm.has_reference_model:
         return None
     progress.report("loading the reference model")
-    if reference == "start":
+    return _model_beside(reference, client, examples, scorer, progress, ranks)
+
+
+def load_critic(
+    client: RolloutClient,
+    examples: list[Example],
+    scorer: RewardScorer,
+    progress: StartupProgress,
+    ranks: Ranks,
+) -> Policy | None:
+    """Return the model that the critic goes on with, of the newest checkpoint, or begins as; None without
+    one."""
+    settings = client.job.algorithm.critic
+    if settings is None:
+        return None
+    progress.report("loading the critic")
+    if saved := saved_steps(client.run.checkpoints):
+        kept = step_folder(client.run.checkpoints, saved[-1]) / CRITIC
+        if kept.is_dir():  # else the run is the fork of one without a critic
+            return Policy.load(kept, ranks)
+    return _model_beside(settings.critic, client, examples, scorer, progress, ranks)
+
+
+def _model_beside(
+    name: str,
+    client: RolloutClient,
+    examples: list[Example],
+    scorer: RewardScorer,
+    progress: StartupProgress,
+    ranks: Ranks,
+) -> Policy:
+    if name == "start":
         return _start_policy(client, examples, scorer, progress, ranks)
-    if not Path(reference).is_dir():
-        fetch(reference, progress)
-    return Policy.load(reference, ranks)
+    if not Path(name).is_dir():
+        fetch(name, progress)
+    return Policy.load(name, ranks)
 
 
 def _start_policy(

@@ -4,9 +4,9 @@ report.
 It is written on the public `RolloutClient`. One step, in order: request the step's groups (which gives the
 GPU back) -> score groups as they arrive -> once the lease is granted, train micro-batches in the order in
 which groups finished -> one division, clip and AdamW step per mini-batch (where old logprobs are recomputed,
-the first one waits for all groups) -> publish the next version -> copy the checkpoint -> a line in
-`metrics.jsonl` -> `StepTrainedMessage`. The copy is written while the next step is rolled out; `Checkpointed`
-is sent once it is durable.
+the first one waits for all groups; ppo, which whitens advantages over the step, waits before any) -> publish
+the next version -> copy the checkpoint -> a line in `metrics.jsonl` -> `StepTrainedMessage`. The copy is
+written while the next step is rolled out; `Checkpointed` is sent once it is durable.
 
 Guarantees:
 
@@ -45,11 +45,11 @@ from rlboost_runtime.trainer.artifacts.publisher import VersionContent
 from rlboost_runtime.trainer.data.prompts import Prompt, PromptSource
 from rlboost_runtime.trainer.episodes.outcome import require_some_episode
 from rlboost_runtime.trainer.episodes.runner import EpisodeRunner
+from rlboost_runtime.trainer.learn.companions import Critic, Reference
 from rlboost_runtime.trainer.learn.learner import Learner
 from rlboost_runtime.trainer.learn.model_files import version_configs
 from rlboost_runtime.trainer.learn.policy import Policy, Residency
 from rlboost_runtime.trainer.learn.ranks import ALONE, Ranks
-from rlboost_runtime.trainer.learn.reference import Reference
 from rlboost_runtime.trainer.learn.sample import GroupSelection, Sample
 from rlboost_runtime.trainer.rewards.outcome import require_some_reward
 from rlboost_runtime.trainer.rewards.scorer import RewardScorer
@@ -108,9 +108,10 @@ class TrainerLoop:
         reference: Reference | None = None,
         evaluated: Sequence[Prompt] = (),
         episodes: EpisodeRunner | None = None,
+        critic: Critic | None = None,
     ) -> None:
         """`policy` is set up; with several ranks this is rank 0. `reference`: for a KL penalty. `evaluated`:
-        the prompts of all evaluations. `episodes`: plays rollouts of several turns."""
+        the prompts of all evaluations. `episodes`: plays rollouts of several turns. `critic`: ppo's."""
         self._client = client
         self._run, self._job = client.run, client.job
         algorithm, trainer = self._job.algorithm, self._job.trainer
@@ -120,8 +121,8 @@ class TrainerLoop:
         self._source = source
         self._evaluated = evaluated
         self._reward_name = scorer.name
-        self._learner = Learner(policy, algorithm, trainer, ranks, reference)
-        self._residency = Residency(policy, self._learner.optimizer, ranks)
+        self._learner = Learner(policy, algorithm, trainer, ranks, reference, critic)
+        self._residency = Residency(policy, self._learner.optimizer, ranks, self._learner.critic_state)
         self._episodes = None if episodes is None else StepEpisodes(episodes, client.stream, algorithm)
         self._scorer = GroupScorer(
             policy.decode, scorer, algorithm,
@@ -400,6 +401,9 @@ class TrainerLoop:
             deque(chosen, maxlen=0)  # evaluations, whose engines may need the GPU
             chosen = ([imitated(prompt)] for prompt in self._source.batch(requested.step))
         must_recompute = algorithm.recomputes_old_logprobs
+        if self._learner.critic is not None:
+            chosen = self._judged(chosen, self._learner.critic, seconds)
+            must_recompute = False
         for size in micro_batch_sizes(
             algorithm.prompts_per_step,
             algorithm.minibatches_per_step,
@@ -467,7 +471,25 @@ class TrainerLoop:
             return arrived
         with self._on_gpu(seconds):
             scored = iter(self._learner.score_reference(samples))
-        return [each if each.prompt.evaluation else each.with_reference(scored) for each in arrived]
+        return [each if each.prompt.evaluation else each.with_samples(scored) for each in arrived]
+
+    def _judged(
+        self, groups: Iterator[list[Sample]], critic: Critic, seconds: Seconds
+    ) -> Iterator[list[Sample]]:
+        """Return all groups of a step with their advantages, and with old logprobs where updates after the
+        first need them. Values are computed as groups arrive, for as many as a micro-batch has."""
+        algorithm = self._job.algorithm
+        sizes: list[int] = []
+        valued: list[Sample] = []
+        while part := list(islice(groups, -(-algorithm.micro_batch_responses // algorithm.group_size))):
+            sizes += map(len, part)
+            with self._on_gpu(seconds):
+                valued += self._learner.score_values([sample for group in part for sample in group])
+        samples = critic.judge(valued)
+        if algorithm.recomputes_old_logprobs:
+            samples = self._recompute(samples, seconds)
+        rest = iter(samples)
+        return iter([list(islice(rest, size)) for size in sizes])
 
     @contextmanager
     def _on_gpu(self, seconds: Seconds) -> Iterator[None]:

@@ -155,7 +155,7 @@ class OldResidency(WatchedResidency):
 
     def _move(self, how: Callable[[Tensor], Tensor]) -> None:
         self._policy.model._apply(how)
-        self._optimizer.move(how)
+        self._moved[0][1].move(how)
 
 
 class Run:

@@ -16,16 +16,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlboost_runtime.job import Algorithm, Dpo, EntropyBonus, Kl, Lora, TinyModel, Trainer
+from rlboost_runtime.job import Algorithm, Dpo, EntropyBonus, Kl, Lora, Ppo, TinyModel, Trainer
 from rlboost_runtime.trainer.artifacts import checkpoint
 from rlboost_runtime.trainer.artifacts.checkpoint import TrainedState, TrainingState
+from rlboost_runtime.trainer.learn.companions import Critic, Reference
 from rlboost_runtime.trainer.learn.learner import Learner
 from rlboost_runtime.trainer.learn.policy import Policy, Residency
 from rlboost_runtime.trainer.learn.rank_worker import serve
-from rlboost_runtime.trainer.learn.ranks import ALONE, MOMENTS, End, Ranks, full_tensor
-from rlboost_runtime.trainer.learn.reference import Reference
+from rlboost_runtime.trainer.learn.ranks import ALONE, Adam, End, Ranks, full_tensor
 from rlboost_runtime.trainer.learn.sample import Sample
-from rlboost_runtime.trainer.learn.sharded_state import StoredState
+from rlboost_runtime.trainer.learn.sharded_state import CRITIC, StoredState
 from rlboost_runtime.trainer.models.tiny import make_model, make_tokenizer
 from tests.model_families import random_model
 
@@ -42,6 +42,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "rejection_kl": ({"loss": "rejection", "kl": Kl(coef=0.3)}, {}),
     "dpo": ({"loss": "dpo", "dpo": Dpo(beta=0.3)}, {}),
     "dpo_lora": ({"loss": "dpo", "lora": Lora(rank=4)}, {}),
+    "ppo": ({"loss": "ppo", "kl": Kl(coef=0.3, **{"in": "reward"}), "ppo": Ppo(learning_rate=1e-3)}, {}),
+    "ppo_lora": ({"loss": "ppo", "lora": Lora(rank=4), "ppo": Ppo(learning_rate=1e-3)}, {}),
     "checkpointing": ({}, {"activation_checkpointing": True}),
     "far": ({}, {}),
     "qwen3_moe": ({}, {"activation_checkpointing": True}),
@@ -75,6 +77,25 @@ def paired(found: list[Sample]) -> list[Sample]:
     ]
 
 
+def note(optimizer: Adam, model: torch.nn.Module, gradients: list[torch.Tensor]) -> None:
+    """Have the optimizer add the gradients of each of its updates."""
+    step = optimizer.update
+
+    def noting() -> None:
+        found = [p.grad for p in model.parameters() if p.grad is not None]
+        gradients.append(torch.cat([full_tensor(grad).flatten() for grad in found]))
+        step()
+
+    optimizer.update = noting  # type: ignore[method-assign]
+
+
+def stored_rows(folder: Path, model: torch.nn.Module, kind: str) -> dict[str, torch.Tensor]:
+    """A checkpoint's weights or moments of what is trained of `model`."""
+    stored = StoredState(folder)
+    trained = {name: len(each) for name, each in model.named_parameters() if each.requires_grad}
+    return {f"{kind}/{name}": stored.rows(name, 0, n, kind) for name, n in trained.items()}
+
+
 def split(found: list[Sample], seed: int, together: int = 1) -> Iterator[list[Sample]]:
     """Any order, in up to four calls, also with one sample for two ranks."""
     draw = np.random.default_rng(seed)
@@ -101,44 +122,54 @@ def run_case(case: str, ranks: Ranks, seed: int | None) -> dict[str, Any]:
         start = make_model(TinyModel(init="tiny", hidden_size=32, num_layers=2, seed=5), 64)
         other = None if algorithm.lora is not None else Policy(start, make_tokenizer())
         reference = Reference(policy, other, ranks)
-    learner = Learner(policy, algorithm, trainer, ranks, reference)
+    critic = None
+    if algorithm.critic is not None:
+        body = make_model(TinyModel(init="tiny", hidden_size=32, num_layers=2, seed=6), 64)
+        critic = Critic(Policy(body, make_tokenizer()), algorithm, trainer, ranks)
+    learner = Learner(policy, algorithm, trainer, ranks, reference, critic)
     gradients: list[torch.Tensor] = []
-    step = learner.optimizer.update
-
-    def noting() -> None:
-        found = [p.grad for p in policy.model.parameters() if p.grad is not None]
-        gradients.append(torch.cat([full_tensor(grad).flatten() for grad in found]))
-        step()
-
-    learner.optimizer.update = noting  # type: ignore[method-assign]
+    models = {learner.optimizer: policy.model}
+    if critic is not None:
+        models[critic.optimizer] = critic.body.model
+    for optimizer, model in models.items():
+        note(optimizer, model, gradients)
     if not ranks.leads:
         serve(ranks, policy, learner, Residency(policy, learner.optimizer))
         return {}
     learner.begin_step(3)
     is_paired = algorithm.loss == "dpo"
-    old = learner.recompute(paired(samples(1)) if is_paired else samples(1))
-    for number, batch in enumerate((paired(samples(0)) if is_paired else samples(0), old)):
+    first, second = paired(samples(0)) if is_paired else samples(0), samples(1)
+    if critic is not None:
+        both = [replace(each, reward=each.advantage) for each in (*first, *second)]
+        judged = critic.judge(
+            learner.score_values(both if reference is None else learner.score_reference(both))
+        )
+        first, second = judged[: len(first)], judged[len(first) :]
+    old = learner.recompute(paired(second) if is_paired else second)
+    for number, batch in enumerate((first, old)):
         for part in [batch] if seed is None else split(batch, seed + number, 1 + is_paired):
             learner.accumulate(part if reference is None else learner.score_reference(part))
         learner.apply()
+    weights = policy.full_state()
+    moments: list[torch.Tensor] = []
     with tempfile.TemporaryDirectory() as name:
         training = TrainingState(learner, ranks)
-        folder = checkpoint.write(Path(name), training.take(Path(name)), AT, keep=1)
-        stored = StoredState(folder)
-        trained = {
-            name: each.shape[0] for name, each in policy.model.named_parameters() if each.requires_grad
-        }
-        moments = {kind: [stored.rows(each, 0, n, kind) for each, n in trained.items()] for kind in MOMENTS}
+        folder = checkpoint.write(Path(name), training.take(Path(name)), AT, keep=2)
         training.restore(folder)
-        again = StoredState(checkpoint.write(Path(name), training.take(Path(name)), AT, keep=1))
-        for kind, found in moments.items():
-            rows = (again.rows(each, 0, n, kind) for each, n in trained.items())
-            assert all(torch.equal(one, other) for one, other in zip(found, rows, strict=True))
+        later = replace(AT, step=1)
+        again = checkpoint.write(Path(name), training.take(Path(name)), later, keep=2)
+        parts = {".": policy.model} | ({} if critic is None else {CRITIC: critic.body.model})
+        for part, model in parts.items():
+            found, copies = (stored_rows(each / part, model, "exp_avg") for each in (folder, again))
+            assert all(torch.equal(found[each], copies[each]) for each in found)
+            moments += stored_rows(folder / part, model, "exp_avg_sq").values()
+        if critic is not None:
+            weights |= stored_rows(folder / CRITIC, critic.body.model, "model")
     result = {
         "gradients": gradients,
-        "weights": policy.full_state(),
+        "weights": weights,
         "metrics": learner.metrics(),
-        "moments": moments["exp_avg_sq"],
+        "moments": moments,
         "old": [sample.old_logprobs for sample in old],
         "probe": policy.probe([1, 2, 3], "float32").logprobs,
     }

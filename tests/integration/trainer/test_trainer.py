@@ -272,8 +272,14 @@ def test_coming_back_continues_bit_for_bit(tmp_path, quiet):
     ]  # version 2 had the same content
 
 
+PPO = {"loss": "ppo", "ppo": {"learning_rate": 1e-2, "warmup_steps": 1, "gae_lambda": 0.9}}
+LORA = {"lora": {"rank": 4}, "learning_rate": 0.1}
+
+
 @pytest.mark.parametrize(
-    ("where", "more"), [("loss", {}), ("reward", {}), ("loss", {"lora": {"rank": 4}, "learning_rate": 0.1})]
+    ("where", "more"),
+    [("loss", {}), ("reward", {}), ("loss", LORA), ("reward", PPO), ("reward", PPO | LORA)],
+    ids=["loss", "reward", "lora", "ppo", "ppo-lora"],
 )
 def test_kl_and_schedules_continue_bit_for_bit(tmp_path, where, more):
     """The reference is the start, not what the trainer came back with."""
@@ -298,6 +304,11 @@ def test_kl_and_schedules_continue_bit_for_bit(tmp_path, where, more):
     table, reference = lines(run), [line["reference_kl"] for line in lines(whole)]
     assert [line["reference_kl"] for line in table] == reference
     assert reference[-1] > reference[0] >= 0
+    if "ppo" in more:
+        for name in ("value_loss", "value_mean", "explained_variance"):
+            assert [line[name] for line in table] == [line[name] for line in lines(whole)], name
+        assert table[0]["value_mean"] == 0 != table[-1]["value_mean"]
+        assert [line["grad_norm"] == 0 for line in table] == [True, False, False, False]
     assert table[-1]["learning_rate"] == pytest.approx(lines(whole)[-1]["learning_rate"])
 
 

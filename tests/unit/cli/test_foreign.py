@@ -235,7 +235,7 @@ def test_defaults_that_differ_from_ours_become_lines() -> None:
         ({"estimator": "rloo"}, "rloo", False),
         ({"estimator": "reinforce_plus_plus_baseline"}, "reinforce_pp", True),
         ({"estimator": "reinforce_plus_plus"}, "reinforce_pp", False),
-        ({"estimator": "gae"}, "dapo", False),
+        ({"estimator": "gae"}, "ppo", True),
         ({"estimator": "remax"}, "dapo", False),
     ],
 )
@@ -245,6 +245,45 @@ def test_losses_of_verl(options: dict[str, Any], loss: str, is_exact: bool) -> N
     found = translate(VERL, {"algorithm.adv_estimator": "grpo"} | given)
     assert found.fields["algorithm.loss"].value == loss
     assert (set(reasons(found.not_taken)) & set(found.framework.rules[4].options) == set()) == is_exact
+
+
+def test_a_critic_of_verl() -> None:
+    """As in examples/ppo_trainer there. Its first step is number 1, and the policy rests below
+    `critic_warmup`."""
+    model = "actor_rollout_ref.model.path"
+    given = {
+        model: "me/policy", "critic.model.path": "me/rewards", "critic.optim.lr": 9e-6, "algorithm.lam": 0.95,
+        "trainer.critic_warmup": 5, "critic.ppo_micro_batch_size_per_gpu": 4, "critic.ppo_epochs": 2,
+    }  # fmt: skip
+    found = translate(VERL, given)
+    values = {name: line.value for name, line in found.fields.items()}
+    assert (values["algorithm.loss"], values["algorithm.group_size"]) == ("ppo", 1)
+    assert values["algorithm.ppo"] == {
+        "critic": "me/rewards", "warmup_steps": 4, "learning_rate": 9e-6, "gamma": 1.0, "gae_lambda": 0.95,
+        "value_clip": 0.5,
+    }  # fmt: skip
+    told = reasons(found.not_taken)
+    assert set(told) == {
+        "critic.ppo_micro_batch_size_per_gpu",
+        "critic.ppo_epochs",
+        "trainer.total_training_steps",
+    }
+    same = translate(VERL, {model: "me/policy", "critic.model.path": "me/policy"})
+    assert "critic" not in same.fields["algorithm.ppo"].value
+    assert (
+        "no effect"
+        in reasons(translate(VERL, given | {"algorithm.adv_estimator": "grpo"}).not_taken)["critic.optim.lr"]
+    )
+
+
+def test_options_of_vllm_say_that_trl_has_engines() -> None:
+    """As in TRL's examples/scripts/nemo_gym/config.yaml, whose script sets use_vllm and reads model_name."""
+    found = translate(TRL, {"vllm_importance_sampling_correction": True, "model_name": "me/model"})
+    values = {name: line.value for name, line in found.fields.items()}
+    assert values["algorithm.importance_sampling"] == "sequence_mask"
+    assert values["algorithm.importance_cap"] == 3.0
+    assert values["model"] == "me/model"
+    assert "algorithm.importance_sampling" not in fields(TRL)
 
 
 def test_kl_and_sampling_of_verl() -> None:

@@ -234,16 +234,16 @@ def test_odd_yaml_is_a_mistake(check: Check, text: str, line: str) -> None:
         ),
         (
             "algorithm: {group_size: 8.5}\n",
-            "4: algorithm.group_size: found 8.5 (a number with a fraction); write a whole number of at least 2,"
+            "4: algorithm.group_size: found 8.5 (a number with a fraction); write a whole number of at least 1,"
             " at most 10000",
         ),
         (
             "algorithm: {group_size: true}\n",
-            "4: algorithm.group_size: found true; write a whole number of at least 2, at most 10000",
+            "4: algorithm.group_size: found true; write a whole number of at least 1, at most 10000",
         ),
         (
             "algorithm: {group_size: 1}\n",
-            "4: algorithm.group_size: found 1; write a whole number of at least 2, at most 10000",
+            "4: algorithm.group_size: is 1, but dapo compares the responses to a prompt; write at least 2",
         ),
         (
             "algorithm: {prompts_per_step: 1000000007, minibatches_per_step: 1000000006}\n",
@@ -269,7 +269,7 @@ def test_odd_yaml_is_a_mistake(check: Check, text: str, line: str) -> None:
         ("budget: 5\n", "4: budget: found 5 (a number); write a section with any of max_usd, max_usd_per_hour"),
         ("evidence: {keep_journal: yes}\n", "4: evidence.keep_journal: found 'yes' (text); write true"),
         ("algorithm: {loss: grpoo}\n", "4: algorithm.loss: found 'grpoo'; write grpo or dapo or dr_grpo"
-         " or gspo or cispo or rloo or reinforce_pp or dpo or rejection or sft"),
+         " or gspo or cispo or rloo or reinforce_pp or ppo or dpo or rejection or sft"),
         ("files: rewards.py\n", "4: files: found 'rewards.py' (text); write [rewards.py]"),
         ("files: [rewards.py, 8]\n", "4: files[1]: found 8 (a number); write '8'"),
         (
@@ -1016,7 +1016,7 @@ def test_every_field_is_described_with_a_type_and_a_default() -> None:
     assert len({(field.path, field.form) for field in fields}) == len(fields)
     by_path = {field.path: field for field in fields}
     assert by_path["algorithm.group_size"][:4] == (
-        "algorithm.group_size", "a whole number of at least 2, at most 10000", "8", "Responses per prompt."
+        "algorithm.group_size", "a whole number of at least 1, at most 10000", "8", "Responses per prompt."
     )  # fmt: skip
     assert by_path["name"].default == "required"
     assert by_path["rollout.spot.any_of[].market.seed"].default == "0"

@@ -42,7 +42,7 @@ def test_a_template_is_a_valid_job_with_comments(name: str, tmp_path: Path) -> N
 
 def test_there_are_the_promised_recipes() -> None:
     found = {load_recipe(name).algorithm.loss for name in rlboost_templates.recipes()}
-    assert found == {"dapo", "dr_grpo", "gspo", "reinforce_pp"}
+    assert found == {"dapo", "dr_grpo", "gspo", "reinforce_pp", "ppo"}
     papers = [
         name for name in rlboost_templates.recipes() if "RLBoost paper" in rlboost_templates.summary(name)
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -29,8 +30,9 @@ from rlboost_runtime.fit.memory import (
     saved_bytes,
     step_bytes,
 )
+from rlboost_runtime.fit.plan import fit_plan
 from rlboost_runtime.fit.shape import KNOWN_MODELS, TransformerShape, shape_of_config
-from rlboost_runtime.job import Algorithm, Trainer
+from rlboost_runtime.job import Algorithm, Job, Trainer
 from rlboost_runtime.trainer.learn.policy import Policy
 from rlboost_runtime.trainer.models.tiny import make_tokenizer
 
@@ -179,3 +181,33 @@ def test_known_models_have_their_published_sizes() -> None:
     }  # fmt: skip
     for name, billions in published.items():
         assert KNOWN_MODELS[name].parameters / 1e9 == pytest.approx(billions, rel=0.002), name
+
+
+def test_a_critic_costs_its_own_state_but_shares_the_passes() -> None:
+    shape = KNOWN_MODELS["Qwen/Qwen3-8B"]
+    alone = TrainingSetup(shape, "sharded", 8, tokens=8192, checkpointing=True, offload=False)
+    both = replace(alone, has_critic=True)
+    of_one, of_two = gpu_bytes(alone), gpu_bytes(both)
+    for name in ("weights", "gradients", "moments"):
+        assert of_two[name] == pytest.approx(2 * of_one[name])
+    assert of_two["activations"] == of_one["activations"]
+    state = 16 * shape.parameters // 8
+    assert peak_bytes(both) - peak_bytes(alone) == pytest.approx(state, rel=1e-6)
+    kept = step_bytes(replace(both, offload=True)) - step_bytes(replace(alone, offload=True))
+    assert kept == pytest.approx(state / 2, rel=1e-6), "the moments of one model at a time"
+
+
+def test_a_plan_counts_a_critic() -> None:
+    shape = KNOWN_MODELS["Qwen/Qwen3-8B"]
+    fields: dict[str, Any] = {
+        "name": "critic", "model": "Qwen/Qwen3-8B", "data": {"source": "prompts.jsonl"}, "reward": "math",
+        "trainer": {"ranks": 8, "accelerators": "H100:8", "dtype": "bfloat16", "optimizer_offload": False},
+    }  # fmt: skip
+    without, with_critic = (
+        fit_plan(Job.model_validate(fields | {"algorithm": {"loss": loss}}), shape)
+        for loss in ("grpo", "ppo")
+    )
+    for name in ("checkpoint", "host_per_rank", "handover_s"):
+        assert getattr(with_critic, name) == pytest.approx(2 * getattr(without, name), rel=1e-6)
+    assert with_critic.version == without.version, "the critic is not published"
+    assert with_critic.disk > without.disk

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from rlboost_runtime.job import Algorithm, Kl, TinyModel
+from rlboost_runtime.trainer.learn.companions import Reference
 from rlboost_runtime.trainer.learn.learner import Learner, Sample
 from rlboost_runtime.trainer.learn.policy import Policy
-from rlboost_runtime.trainer.learn.reference import Reference
 from rlboost_runtime.trainer.models.tiny import PAD_ID, make_model, make_tokenizer
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(300)]  # TRL's import takes its time

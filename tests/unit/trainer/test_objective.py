@@ -14,10 +14,10 @@ from transformers import get_scheduler
 
 from rlboost_runtime.job import Algorithm, EntropyBonus, Kl, Lora, TinyModel, Trainer
 from rlboost_runtime.trainer.artifacts import checkpoint
+from rlboost_runtime.trainer.learn.companions import Reference
 from rlboost_runtime.trainer.learn.learner import Learner
 from rlboost_runtime.trainer.learn.policy import Policy
 from rlboost_runtime.trainer.learn.ranks import Adam
-from rlboost_runtime.trainer.learn.reference import Reference
 from rlboost_runtime.trainer.learn.sample import Sample
 from rlboost_runtime.trainer.models.tiny import make_model, make_tokenizer
 

@@ -11,9 +11,9 @@ import torch
 from pydantic import ValidationError
 
 from rlboost_runtime.job import Algorithm, Dpo, Kl, Lora, Rejection, TinyModel, Trainer
+from rlboost_runtime.trainer.learn.companions import Reference
 from rlboost_runtime.trainer.learn.learner import Learner
 from rlboost_runtime.trainer.learn.policy import Policy
-from rlboost_runtime.trainer.learn.reference import Reference
 from rlboost_runtime.trainer.learn.sample import Sample, chosen_responses
 from rlboost_runtime.trainer.models.tiny import make_model, make_tokenizer
 

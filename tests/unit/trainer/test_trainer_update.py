@@ -246,7 +246,7 @@ def test_kl_in_the_reward_is_subtracted_before_the_advantages():
     samples = iter(
         [replace(s, reference_logprobs=r) for s, r in zip(pending.samples(), reference, strict=True)]
     )
-    group = score_group(pending.with_reference(samples), algorithm)
+    group = score_group(pending.with_samples(samples), algorithm)
     shaped = np.array([2 - 0.5 * (1 + 0.5), 3 - 0.5 * 3])  # log pi - log pi_ref, summed over tokens
     expected = (shaped - shaped.mean()) / (shaped.std(ddof=1) + 1e-6)
     assert [r.samples[0].advantage for r in group.responses] == pytest.approx(expected.tolist(), rel=1e-5)

@@ -221,7 +221,7 @@ _OF_RATIOS = ("clip_low", "clip_high", "dual_clip", "importance_sampling", "impo
 
 def _of_other_losses(algorithm: Section) -> Iterator[Finding]:
     loss = algorithm.get("loss", "dapo")
-    for name in ("dpo", "rejection"):
+    for name in ("ppo", "dpo", "rejection"):
         if algorithm.get(name) is not None and loss != name:
             yield name, f"found, but loss is {loss}; write loss: {name}, or remove it"
     if loss in WITHOUT_RATIO:

@@ -1,11 +1,11 @@
 """Checkpoints: everything that is needed to go on after step k as if nothing had happened.
 
-`checkpoints/step-000012/` holds weights and moments as each rank had them (`learn/sharded_state.py`),
-`trainer.pt` (random number generators, and each parameter's number of updates), config and tokenizer,
-`state.json`, and `digests.json`, the BLAKE3 digest of every other file. A folder of that name is complete and
-durable: it is built under another name, synced and renamed. A damaged one is put aside when a trainer starts,
-which goes on from the one before (`newest_intact`). Loading one on a CPU goes on bit for bit, on any number
-of ranks.
+`checkpoints/step-000012/` holds weights and moments as each rank had them (`learn/sharded_state.py`), those
+of ppo's critic in `critic/`, `trainer.pt` (random number generators, and each parameter's number of updates),
+config and tokenizer, `state.json`, and `digests.json`, the BLAKE3 digest of every other file. A folder of
+that name is complete and durable: it is built under another name, synced and renamed. A damaged one is put
+aside when a trainer starts, which goes on from the one before (`newest_intact`). Loading one on a CPU goes on
+bit for bit, on any number of ranks.
 The data cursor is the step itself (`data/prompts.py`); what the window has learned is in the coordinator's
 event log.
 
@@ -22,7 +22,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -36,8 +36,8 @@ from rlboost_runtime.run.checkpoints import saved_steps, step_folder
 from rlboost_runtime.run.folder import read_json, sync_path, write_json
 from rlboost_runtime.trainer.artifacts.publisher import BackgroundWork
 from rlboost_runtime.trainer.learn.learner import Learner
-from rlboost_runtime.trainer.learn.ranks import ALONE, Ranks
-from rlboost_runtime.trainer.learn.sharded_state import METADATA, StateSaver, restore_moments
+from rlboost_runtime.trainer.learn.ranks import ALONE, Adam, Ranks
+from rlboost_runtime.trainer.learn.sharded_state import CRITIC, METADATA, StateSaver, restore_moments
 
 log = logging.getLogger(__name__)
 
@@ -81,9 +81,10 @@ class TrainingState:
 
     def __init__(self, learner: Learner, ranks: Ranks = ALONE) -> None:
         self._model, self._optimizer = learner.policy.model, learner.optimizer
-        self._small_files = learner.policy.small_files
-        self._ranks = ranks
-        self._saver = StateSaver(self._model, self._optimizer, ranks)
+        self._policy, self._ranks = learner.policy, ranks
+        self._critic = learner.critic_state
+        critic = None if self._critic is None else (self._critic[0].model, self._critic[1])
+        self._saver = StateSaver(self._model, self._optimizer, ranks, critic)
 
     def take(self, checkpoints: Path) -> Checkpoint:
         """Copy everything as it is now, and begin to write the copy. Waits for the write before."""
@@ -91,21 +92,35 @@ class TrainingState:
         checkpoints.mkdir(parents=True, exist_ok=True)
         _clear(checkpoints)
         folder = Path(tempfile.mkdtemp(dir=checkpoints, prefix=_BUILDING))
-        states = ((name, self._optimizer.state.get(each)) for name, each in self._model.named_parameters())
         trainer: dict[str, object] = {
-            "steps": {name: float(state["step"]) for name, state in states if state},
+            "steps": _steps(self._model, self._optimizer),
             "rng": torch.get_rng_state(),
             "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
         }
-        return Checkpoint(folder, self._saver.begin(folder), self._small_files(), trainer)
+        files = dict(self._policy.small_files())
+        if self._critic is not None:
+            body, optimizer = self._critic
+            trainer["critic_steps"] = _steps(body.model, optimizer)
+            files |= {f"{CRITIC}/{name}": content for name, content in body.small_files().items()}
+        return Checkpoint(folder, self._saver.begin(folder), files, trainer)
 
     def restore(self, folder: Path) -> None:
         """Load moments and random number generators; the policy has been loaded from `folder`."""
         stored = torch.load(folder / _TRAINER, map_location="cpu", weights_only=True)
         restore_moments(self._model, self._optimizer, folder, stored["steps"], self._ranks)
+        if self._critic is not None and "critic_steps" in stored:  # a fork may begin to have one
+            body, optimizer = self._critic
+            steps = stored["critic_steps"]
+            restore_moments(body.model, optimizer, folder / CRITIC, steps, self._ranks, is_critic=True)
         torch.set_rng_state(stored["rng"])
         if stored["cuda_rng"] and torch.cuda.is_available():
             torch.cuda.set_rng_state_all(stored["cuda_rng"])
+
+
+def _steps(model: torch.nn.Module, optimizer: Adam) -> dict[str, float]:
+    """Return each parameter's number of updates, where there were any."""
+    states = ((name, optimizer.state.get(each)) for name, each in model.named_parameters())
+    return {name: float(state["step"]) for name, state in states if state}
 
 
 def write(checkpoints: Path, taken: Checkpoint, state: TrainedState, *, keep: int) -> Path:
@@ -114,11 +129,11 @@ def write(checkpoints: Path, taken: Checkpoint, state: TrainedState, *, keep: in
     try:
         digests = taken.shards.result()
         for name, content in taken.files.items():
+            (taken.folder / name).parent.mkdir(exist_ok=True)
             (taken.folder / name).write_bytes(content)
         torch.save(taken.trainer, taken.folder / _TRAINER)
         write_json(taken.folder / "state.json", asdict(state))
-        small = (path for path in taken.folder.iterdir() if path.name not in digests)
-        write_json(taken.folder / _DIGESTS, {**digests, **{path.name: _digest(path) for path in small}})
+        write_json(taken.folder / _DIGESTS, digests | _digests(taken.folder, besides=digests))
         final = step_folder(checkpoints, state.step)
         _put_in_place(taken.folder, final)
     finally:
@@ -152,9 +167,10 @@ def newest_intact(checkpoints: Path) -> Path | None:
     return None
 
 
-def _digests(folder: Path) -> dict[str, str]:
+def _digests(folder: Path, besides: Collection[str] = ()) -> dict[str, str]:
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != _DIGESTS)
-    return {str(path.relative_to(folder)): _digest(path) for path in files}
+    names = ((str(path.relative_to(folder)), path) for path in files)
+    return {name: _digest(path) for name, path in names if name not in besides}
 
 
 def _digest(path: Path) -> str:

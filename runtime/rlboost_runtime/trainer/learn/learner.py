@@ -10,6 +10,7 @@ distributes these over the ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from rlboost_runtime.job import IMPORTANCE_CAPS, WITHOUT_RATIO, Algorithm, Trainer
+from rlboost_runtime.trainer.learn.companions import Critic, Reference
 from rlboost_runtime.trainer.learn.logprobs import LogprobModel
 from rlboost_runtime.trainer.learn.losses import (
     LossConfig,
@@ -39,9 +41,9 @@ from rlboost_runtime.trainer.learn.ranks import (
     Ranks,
     Recompute,
     ScoreReference,
-    full_tensor,
+    ScoreValues,
+    clip_gradients,
 )
-from rlboost_runtime.trainer.learn.reference import Reference
 from rlboost_runtime.trainer.learn.sample import NOTHING, Logprobs, Sample
 
 
@@ -119,17 +121,15 @@ class Learner:
         trainer: Trainer | None = None,
         ranks: Ranks = ALONE,
         reference: Reference | None = None,
+        critic: Critic | None = None,
     ) -> None:
-        """`reference`: where the job has one (`Algorithm.reference`)."""
+        """`reference`, `critic`: where the job has one (`Algorithm.reference`, `Algorithm.critic`)."""
+        assert (critic is None) == (algorithm.critic is None)
         trainer = Trainer() if trainer is None else trainer
         self.policy = policy
+        self.critic = critic
         self._reference = reference
-        self.optimizer = Adam(
-            [parameter for parameter in policy.model.parameters() if parameter.requires_grad],
-            lr=algorithm.learning_rate, betas=(algorithm.adam_betas[0], algorithm.adam_betas[1]),
-            eps=algorithm.adam_eps, weight_decay=algorithm.weight_decay,
-            offload=trainer.offloads_optimizer, mover=policy.mover,
-        )  # fmt: skip
+        self.optimizer = Adam.of(policy.model, algorithm, trainer, policy.mover)
         if not policy.mover.moves:  # else the first `Residency.take` decides
             self.optimizer.use_fused(is_on=policy.scorer.kernels.adamw)
         self.sums = StepSums()
@@ -140,6 +140,8 @@ class Learner:
         self._totals = Totals()
         self._part = PartSums()
         self._updated = False
+        self._is_frozen = False
+        """True while the critic alone is trained."""
         self._engine_agrees = algorithm.loss != "sft" and algorithm.trained_temperature == (
             algorithm.temperature or 1.0
         )  # its logprobs are of the distribution that is trained
@@ -149,6 +151,11 @@ class Learner:
         """Divisor of the gradient accumulated so far on this rank, if it were the only one."""
         return divisor(self._totals, self._config)
 
+    @property
+    def critic_state(self) -> tuple[Policy, Adam] | None:
+        """The critic's model and optimizer."""
+        return None if self.critic is None else (self.critic.body, self.critic.optimizer)
+
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of `step`."""
         return self._algorithm.learning_rate_at(step)
@@ -157,7 +164,8 @@ class Learner:
         """Return the step's metrics so far."""
         pairs = _pair_metrics(self.sums) if self._config.kind == "dpo" else {}
         self.sums.kernels_refused = len(self.policy.scorer.kernels.refused)
-        return self.sums.metrics() | pairs
+        values = {} if self.critic is None else self.critic.metrics()
+        return self.sums.metrics() | pairs | values
 
     def begin_step(self, step: int) -> None:
         """Reset sums and gradients; the weights are the step's policy until the first `apply`."""
@@ -168,6 +176,9 @@ class Learner:
         self._config = replace(self._config, entropy_coef=self._algorithm.entropy_coef_at(step))
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate(step)
+        if self.critic is not None:
+            self.critic.begin_step(step)
+            self._is_frozen = self.critic.is_warming_up(step)
 
     def accumulate(self, samples: Sequence[Sample]) -> None:
         """Add the un-normalised gradient of the samples."""
@@ -195,6 +206,16 @@ class Learner:
         return [
             sample if values is None else replace(sample, reference_logprobs=values)
             for sample, values in zip(samples, found, strict=True)
+        ]
+
+    @torch.no_grad()
+    def score_values(self, samples: Sequence[Sample]) -> list[Sample]:
+        """Return the samples with the critic's values; only before the first `apply`."""
+        assert self.critic is not None
+        self._ranks.broadcast(ScoreValues(list(samples)))
+        return [
+            sample if values is None else replace(sample, values=values)
+            for sample, values in zip(samples, self._scored(samples, self.critic.scorer), strict=True)
         ]
 
     def _scored(self, samples: Sequence[Sample], scorer: LogprobModel) -> list[Logprobs | None]:
@@ -246,16 +267,28 @@ class Learner:
         return replace(result, mask=result.mask * _table(sampled, result))
 
     def _accumulate(self, samples: Sequence[Sample]) -> None:
-        result = self._forward(samples)
+        self._accumulate_policy(samples)
+        if self.critic is not None:
+            values = self._forward(samples, self.critic.scorer)
+            old, returns = (_table_of(samples, name, values) for name in ("values", "returns"))
+            self.critic.accumulate(values.logprobs, old, returns, values.mask)
+
+    def _accumulate_policy(self, samples: Sequence[Sample]) -> None:
+        with torch.set_grad_enabled(not self._is_frozen):
+            result = self._forward(samples)
         mu = _table([sample.logprobs for sample in samples], result)
         old, bypass = self._old(samples, mu, result)
-        advantages = torch.tensor([sample.advantage for sample in samples], device=mu.device)
+        if self.critic is None:
+            advantages = torch.tensor([sample.advantage for sample in samples], device=mu.device)
+        else:
+            advantages = _table_of(samples, "advantages", result)
         reference = self._reference_table(samples, result)
         sums = policy_loss(
             result.logprobs, old, mu, advantages, result.mask, self._config, bypass=bypass,
             reference_BT=reference, entropy_BT=result.entropy,
         )  # fmt: skip
-        sums.loss.backward()  # type: ignore[no-untyped-call]
+        if not self._is_frozen:
+            sums.loss.backward()  # type: ignore[no-untyped-call]
         self._totals += sums.totals
         self._part.loss += float(sums.loss.detach())
         self._part.clipped += sums.clipped
@@ -296,14 +329,16 @@ class Learner:
             self.sums.empty_minibatches += 1
             self._reset()
             return
-        parameters = [p for p in self.policy.model.parameters() if p.grad is not None]
-        for parameter in parameters:
-            assert parameter.grad is not None
-            parameter.grad.div_(divide_by / self._ranks.num)  # sharding has averaged over the ranks
-        norm = full_tensor(torch.nn.utils.clip_grad_norm_(parameters, self._algorithm.grad_clip))
-        if bool(torch.isfinite(norm)):
+        if self.critic is not None:
+            self.critic.apply(totals.tokens)
+        if self._is_frozen:
+            self._reset()
+            return
+        divide_by_rank = divide_by / self._ranks.num  # sharding has averaged over the ranks
+        norm = clip_gradients(self.policy.model, divide_by_rank, self._algorithm.grad_clip)
+        if math.isfinite(norm):
             self.optimizer.update()
-            self.sums.grad_norms.append(float(norm))
+            self.sums.grad_norms.append(norm)
             self.sums.loss += part.loss / divide_by
             self._updated = True
         else:  # one such update would make every weight NaN
@@ -327,6 +362,8 @@ class Learner:
 
     def _reset(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
+        if self.critic is not None:
+            self.critic.reset()
         self._totals, self._part = Totals(), PartSums()
 
 
@@ -376,6 +413,13 @@ def _table(values: Sequence[Logprobs], like: Forward) -> Tensor:
     for row, each in zip(table, values, strict=True):
         row[: len(each)] = each
     return torch.from_numpy(table).to(like.logprobs.device, like.logprobs.dtype)
+
+
+def _table_of(samples: Sequence[Sample], name: str, like: Forward) -> Tensor:
+    """Return the samples' numbers per token of one name; 0 for those that have none, as they are not
+    trained."""
+    found = [getattr(sample, name) for sample in samples]
+    return _table([np.zeros(0, np.float32) if each is None else each for each in found], like)
 
 
 def _by_sample(

@@ -48,7 +48,7 @@ class LogprobModel(nn.Module):
         """The fast forms of the arithmetic that are used; none until they were tried on the device."""
         self.entropy_has_gradient = False
         """True where entropies are trained: on padded rows that takes the logits' memory twice more."""
-        self.why_not_packed = _odd_head(model) or use_packed_attention(model)
+        self.why_not_packed = self._odd_head() or use_packed_attention(model)
         if self.why_not_packed:
             event(log, "policy.padded", why=self.why_not_packed)
 
@@ -69,7 +69,7 @@ class LogprobModel(nn.Module):
                     return scores_N, torch.zeros_like(scores_N)
                 return token_logprobs(hidden_NE, self._head(), batch.targets_N, temperature)
         if hidden_NE is None:
-            logits_NV = self._padded_logits(batch)
+            logits_NV = self._padded(batch, self.model, "logits")
         else:
             logits_NV = hidden_NE @ self._head().to(hidden_NE.dtype).T
         log_NV = torch.log_softmax(logits_NV.float() / temperature, dim=-1)
@@ -95,21 +95,60 @@ class LogprobModel(nn.Module):
         assert isinstance(weight, Tensor)
         return weight
 
-    def _padded_logits(self, batch: PackedBatch) -> Tensor:
-        """Return logits_NV by way of padded rows."""
+    def _padded(self, batch: PackedBatch, model: nn.Module, output: str) -> Tensor:
+        """Return the rows of `model`'s output that predict, by way of padded rows."""
         packing = batch.packing
         real_BL = torch.zeros_like(packing.spread_BL).flatten().index_fill(0, packing.gather_S, 1)
         with self._precision(batch):
-            logits = self.model(
-                input_ids=batch.ids_1S[0][packing.spread_BL],
-                attention_mask=real_BL.view_as(packing.spread_BL),
-                use_cache=False,
-            ).logits
-        flat: Tensor = logits.reshape(-1, logits.shape[-1])
+            found = getattr(
+                model(
+                    input_ids=batch.ids_1S[0][packing.spread_BL],
+                    attention_mask=real_BL.view_as(packing.spread_BL),
+                    use_cache=False,
+                ),
+                output,
+            )
+        flat: Tensor = found.reshape(-1, found.shape[-1])
         return flat.index_select(0, packing.gather_S[batch.predicting_N])
+
+    def _odd_head(self) -> str | None:
+        return _odd_head(self.model)
 
     def _precision(self, batch: PackedBatch) -> torch.autocast:
         return torch.autocast(batch.ids_1S.device.type, self.compute_dtype, enabled=self.autocast)
+
+
+VALUE_HEAD = "value_head"
+"""Name of a critic's last weights in its model: a vector of the hidden states' width."""
+
+
+def give_value_head(model: PreTrainedModel) -> None:
+    """Replace the model's head by one that gives a number per token, 0 at first."""
+    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    (name,) = (name for name, module in model.named_modules() if module is head)
+    parent, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(parent), attribute, nn.Identity())
+    width = model.config.get_text_config().hidden_size
+    model.register_parameter(VALUE_HEAD, nn.Parameter(torch.zeros(width)))
+
+
+class ValueModel(LogprobModel):
+    """Computes a critic's values, in the place of logprobs; its entropies are 0."""
+
+    def forward(
+        self, batch: PackedBatch, temperature: float, *, whole: bool = False, only_scores: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Return values_N: of each predicted token, what is to come before it is chosen. Nothing depends on
+        `temperature` and `only_scores`."""
+        hidden_NE = self._hidden(batch)
+        if hidden_NE is None:
+            hidden_NE = self._padded(batch, self.model.base_model, "last_hidden_state")
+        with torch.autocast(hidden_NE.device.type, enabled=False):
+            values_N = hidden_NE.float() @ getattr(self.model, VALUE_HEAD).float()
+        return values_N, torch.zeros_like(values_N)
+
+    def _odd_head(self) -> str | None:
+        return None
 
 
 def _odd_head(model: PreTrainedModel) -> str | None:

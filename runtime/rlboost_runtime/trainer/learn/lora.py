@@ -20,13 +20,15 @@ from transformers import PreTrainedModel
 from rlboost_runtime.engines.base import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.job import Lora
+from rlboost_runtime.trainer.learn.logprobs import VALUE_HEAD
 
 _NAME = "default"
 _A = re.compile(rf"(.*)\.lora_A\.{_NAME}\.weight")
 
 
 def attach(model: PreTrainedModel, lora: Lora, seed: int) -> None:
-    """Freeze the model and give it adapters; a fresh adapter changes nothing, since B is 0."""
+    """Freeze the model, but not a critic's head, and give it adapters; a fresh adapter changes nothing, since
+    B is 0."""
     from peft import LoraConfig, inject_adapter_in_model  # seconds to import
 
     config = LoraConfig(
@@ -37,7 +39,7 @@ def attach(model: PreTrainedModel, lora: Lora, seed: int) -> None:
         torch.manual_seed(seed)
         inject_adapter_in_model(config, model, adapter_name=_NAME)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_("lora_" in name)
+        parameter.requires_grad_("lora_" in name or name == VALUE_HEAD)
 
 
 @contextmanager

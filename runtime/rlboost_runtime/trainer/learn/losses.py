@@ -18,12 +18,19 @@ policy, A the advantage, T_i a response's length, N the mini-batch's tokens, R i
 | cispo | group mean, std | sg(clip(r)) A log pi | N | arXiv 2506.13585 |
 | rloo | mean of the others | min(r A, clip(r) A) | R | arXiv 2402.14740: the response is one action |
 | reinforce_pp | group mean | min(r A, clip(r) A) | N x std of the mini-batch | arXiv 2501.03262 |
+| ppo | of a critic, see below | min(r A, clip(r) A) | N | arXiv 1707.06347, 1506.02438 |
 | rejection, sft | 1 | log pi | N | arXiv 2304.06767 |
 | dpo | 1 for the best, -1 for the worst | see below | pairs | arXiv 2305.18290 |
 
 - dpo: the objective of a pair is log sigmoid(beta x sum over both responses of A log(pi / pi_ref)); the rows
   of a pair follow one another.
 
+- ppo: r_t, a token's reward, is -coef x KL_t with `kl` in the reward, and the last token has the response's
+  reward too. With the critic's values V from before the step's first update, and 0 after the last token,
+  delta_t = r_t + gamma V_{t+1} - V_t, A_t = delta_t + gamma lambda A_{t+1}, and the return G_t = A_t + V_t.
+  Then A is whitened over all tokens of the step: minus their mean, divided by their std. The critic's loss is
+  the mean over tokens of max((v - G)^2, (clip(v) - G)^2) / 2, where clip(v) is v within V +- `value_clip`.
+  All of it is as in OpenRLHF; tokens that an environment wrote are passed over.
 - rloo: the paper has no ratio; ours is per token and clipped, and 1 where the data is on-policy.
 - reinforce_pp is the paper's variant with a group baseline. Its advantages are centred per group, so that
   their mean over the mini-batch is 0; the std is that of responses (some codes whiten tokens instead). As
@@ -59,7 +66,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, assert_never
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rlboost_runtime.job import Loss
@@ -67,6 +76,7 @@ from rlboost_runtime.job import Loss
 LossKind = Loss
 ImportanceKind = Literal["token", "icepop", "sequence_mask"]
 KlEstimator = Literal["k1", "k2", "k3"]
+Floats = NDArray[np.float64]
 
 STD_EPSILON = 1e-6
 """Added to a standard deviation before dividing by it."""
@@ -178,7 +188,7 @@ def group_advantages(rewards_GR: Tensor, valid_GR: Tensor | None = None, kind: L
 
     A group of equal rewards gets zeros. Where `valid_GR` is False (quarantined), the response neither counts
     in its group's mean and std nor gets an advantage; a group with fewer than two valid responses gets zeros.
-    For reinforce_pp the division by the mini-batch's std is left to `divisor`.
+    For reinforce_pp the division by the mini-batch's std is left to `divisor`; ppo's are `gae`.
     """
     rewards = rewards_GR.to(torch.float64)
     valid = torch.ones_like(rewards) if valid_GR is None else valid_GR.to(torch.float64)
@@ -190,7 +200,7 @@ def group_advantages(rewards_GR: Tensor, valid_GR: Tensor | None = None, kind: L
     match kind:
         case "grpo" | "dapo" | "gspo" | "cispo":
             advantages_GR = centred_GR / (std_G1 + STD_EPSILON)
-        case "dr_grpo" | "reinforce_pp" | "dpo" | "rejection" | "sft":
+        case "dr_grpo" | "reinforce_pp" | "ppo" | "dpo" | "rejection" | "sft":
             advantages_GR = centred_GR
         case "rloo":  # reward - mean of the others = (reward - mean) n / (n - 1)
             advantages_GR = centred_GR * count_G1 / others_G1
@@ -199,6 +209,37 @@ def group_advantages(rewards_GR: Tensor, valid_GR: Tensor | None = None, kind: L
     rounding_G1 = 1e-12 * (rewards * valid).abs().amax(dim=1, keepdim=True)
     flat_G1 = (std_G1 <= rounding_G1.clamp(min=1e-9)) | (count_G1 < 2)  # rounding is no advantage
     return torch.where(flat_G1, 0.0, advantages_GR).to(torch.float32)
+
+
+def gae(
+    rewards_BT: Floats, values_BT: Floats, chosen_BT: NDArray[np.bool_], gamma: float, gae_lambda: float
+) -> tuple[Floats, Floats]:
+    """Return advantages_BT and returns_BT (arXiv 1506.02438), 0 where not chosen: such tokens are passed
+    over. Each row ends with its last chosen token."""
+    advantages_BT, rows = np.zeros_like(values_BT), len(values_BT)
+    after_B, next_value_B = np.zeros(rows), np.zeros(rows)
+    for t in reversed(range(values_BT.shape[1])):
+        chosen_B, values_B = chosen_BT[:, t], values_BT[:, t]
+        delta_B = rewards_BT[:, t] + gamma * next_value_B - values_B
+        after_B = np.where(chosen_B, delta_B + gamma * gae_lambda * after_B, after_B)
+        next_value_B = np.where(chosen_B, values_B, next_value_B)
+        advantages_BT[:, t] = np.where(chosen_B, after_B, 0.0)
+    return advantages_BT, advantages_BT + np.where(chosen_BT, values_BT, 0.0)
+
+
+def value_loss(
+    values_BT: Tensor, old_BT: Tensor, returns_BT: Tensor, mask_BT: Tensor, clip: float | None
+) -> tuple[Tensor, int]:
+    """Return a critic's un-normalised loss, with gradient by `values_BT`; how many tokens were clipped."""
+    chosen_BT = mask_BT > 0
+    squares_BT = (values_BT - returns_BT).square()
+    clipped_BT = torch.zeros_like(chosen_BT)
+    if clip is not None:
+        moved_BT = values_BT - old_BT
+        others_BT = (old_BT + moved_BT.clamp(-clip, clip) - returns_BT).square()
+        clipped_BT = (moved_BT.abs() > clip) & (others_BT > squares_BT) & chosen_BT
+        squares_BT = torch.maximum(squares_BT, others_BT)
+    return _only(chosen_BT, squares_BT).sum() / 2, int(clipped_BT.sum())
 
 
 def overlong_penalty(num_tokens: int, max_tokens: int, penalty_tokens: int) -> float:
@@ -220,7 +261,7 @@ def policy_loss(
     logprobs_BT: Tensor,
     old_logprobs_BT: Tensor,
     mu_logprobs_BT: Tensor,
-    advantages_B: Tensor,
+    advantages: Tensor,
     mask_BT: Tensor,
     config: LossConfig,
     *,
@@ -231,22 +272,22 @@ def policy_loss(
     """Return the un-normalised policy loss of a micro-batch.
 
     `logprobs_BT` and `entropy_BT` carry the gradient; `old`, `mu`, `reference`, advantages and mask are
-    constants. `bypass` means that old is mu. With `kl_coef` or `entropy_coef`, the reference's logprobs or
-    the entropies must be given. Rows without a generated token (a response quarantined before its first) add
-    nothing, also not to the totals.
+    constants. `advantages` are [B], for ppo [B, T]. `bypass` means that old is mu. With `kl_coef` or
+    `entropy_coef`, the reference's logprobs or the entropies must be given. Rows without a generated token (a
+    response quarantined before its first) add nothing, also not to the totals.
     """
     chosen_BT = mask_BT > 0
     current_BT = _only(chosen_BT, logprobs_BT)
     if config.kind == "dpo":
         assert reference_BT is not None
         return _preference_loss(
-            current_BT - _only(chosen_BT, reference_BT), advantages_B, chosen_BT, config.beta
+            current_BT - _only(chosen_BT, reference_BT), advantages, chosen_BT, config.beta
         )
     mu_BT = _only(chosen_BT, mu_logprobs_BT)
     old_BT = mu_BT if bypass else _only(chosen_BT, old_logprobs_BT.detach())
-    advantages_B1 = advantages_B.to(logprobs_BT.dtype).unsqueeze(1)
+    advantages = advantages.to(logprobs_BT.dtype).view(len(advantages), -1)
     tokens_B = chosen_BT.sum(dim=1)
-    terms_BT, clipped_BT = _terms(current_BT, old_BT, advantages_B1, tokens_B, config)
+    terms_BT, clipped_BT = _terms(current_BT, old_BT, advantages, tokens_B, config)
     weights_BT, corrected_BT = importance_weights(
         current_BT.detach() if bypass else old_BT, mu_BT, chosen_BT, config
     )
@@ -264,7 +305,7 @@ def policy_loss(
     terms_BT = _only(chosen_BT, terms_BT)
     if config.kind in ("grpo", "gspo"):
         terms_BT = terms_BT / tokens_B.clamp(min=1).unsqueeze(1)
-    squares_B = torch.where(tokens_B > 0, advantages_B.detach().double().square(), 0.0)
+    squares_B = torch.where(tokens_B > 0, advantages[:, 0].detach().double().square(), 0.0)
     counts = torch.stack(
         [
             tokens_B.sum(),
@@ -312,7 +353,7 @@ def divisor(totals: Totals, config: LossConfig) -> float:
     if totals.responses == 0:
         return 0.0
     match config.kind:
-        case "dapo" | "cispo" | "rejection" | "sft":
+        case "dapo" | "cispo" | "ppo" | "rejection" | "sft":
             return totals.tokens
         case "dpo":
             return totals.responses / 2
@@ -369,11 +410,11 @@ def mismatch(old_logprobs_BT: Tensor, mu_logprobs_BT: Tensor, mask_BT: Tensor) -
 
 
 def _terms(
-    current_BT: Tensor, old_BT: Tensor, advantages_B1: Tensor, tokens_B: Tensor, config: LossConfig
+    current_BT: Tensor, old_BT: Tensor, advantages: Tensor, tokens_B: Tensor, config: LossConfig
 ) -> tuple[Tensor, Tensor]:
     """Return each token's objective, without correction and normalisation, and where it was clipped."""
     if config.kind in ("rejection", "sft"):
-        return advantages_B1 * current_BT, torch.zeros_like(current_BT, dtype=torch.bool)
+        return advantages * current_BT, torch.zeros_like(current_BT, dtype=torch.bool)
     log_ratio_BT = (current_BT - old_BT).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     if config.kind == "gspo":
         mean_B1 = (current_BT - old_BT).sum(dim=1, keepdim=True) / tokens_B.clamp(min=1).unsqueeze(1)
@@ -381,15 +422,15 @@ def _terms(
     ratio_BT = torch.exp(log_ratio_BT)
     bounded_BT = ratio_BT.clamp(1 - config.clip_low, 1 + config.clip_high)
     if config.kind == "cispo":
-        return bounded_BT.detach() * advantages_B1 * current_BT, bounded_BT != ratio_BT
-    plain_BT = ratio_BT * advantages_B1
-    clipped_BT = bounded_BT * advantages_B1
+        return bounded_BT.detach() * advantages * current_BT, bounded_BT != ratio_BT
+    plain_BT = ratio_BT * advantages
+    clipped_BT = bounded_BT * advantages
     objective_BT = torch.minimum(plain_BT, clipped_BT)
     is_clipped_BT = clipped_BT < plain_BT
     if config.dual_clip is not None and config.kind != "gspo":
-        floor_B1 = config.dual_clip * advantages_B1
-        is_clipped_BT = is_clipped_BT | ((advantages_B1 < 0) & (objective_BT < floor_B1))
-        objective_BT = torch.where(advantages_B1 < 0, torch.maximum(objective_BT, floor_B1), objective_BT)
+        floor = config.dual_clip * advantages
+        is_clipped_BT = is_clipped_BT | ((advantages < 0) & (objective_BT < floor))
+        objective_BT = torch.where(advantages < 0, torch.maximum(objective_BT, floor), objective_BT)
     return objective_BT, is_clipped_BT
 
 

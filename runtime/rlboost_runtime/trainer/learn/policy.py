@@ -373,16 +373,23 @@ class Policy:
 
 
 class Residency:
-    """Moves model and optimizer to the accelerator, and away while another process has the lease.
+    """Moves models and optimizers to the accelerator, and away while another process has the lease.
 
     Both begin in main memory: nothing is on the accelerator before the first `take`, nor after a `free`. On a
     CPU there is nothing to move.
     """
 
-    def __init__(self, policy: Policy, optimizer: Adam, ranks: Ranks = ALONE) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        optimizer: Adam,
+        ranks: Ranks = ALONE,
+        critic: tuple[Policy, Adam] | None = None,
+    ) -> None:
+        """`critic`: moves along, with its optimizer."""
         self._policy = policy
         self._mover = policy.mover
-        self._optimizer = optimizer
+        self._moved = [(policy, optimizer)] + ([] if critic is None else [critic])
         self._ranks = ranks
         self._are_kernels_tried = not self._mover.moves
         self.awake_s = self.asleep_s = 0.0
@@ -409,7 +416,10 @@ class Residency:
         self._mover.wait()
         self._policy.is_away = False
         if not self._are_kernels_tried:
-            self._optimizer.use_fused(is_on=self._policy.try_kernels().adamw)
+            kernels = self._policy.try_kernels()
+            for model, optimizer in self._moved:
+                model.scorer.kernels = kernels
+                optimizer.use_fused(is_on=kernels.adamw)
             self._are_kernels_tried = True
         self.awake_s += time.monotonic() - started
 
@@ -417,9 +427,10 @@ class Residency:
         """Move everything. The scorer is moved, not the model inside it: FSDP notices that its shards have
         moved only in the `_apply` of the module that it shards, and the scorer owns embedding, norm and
         head."""
-        self._policy.scorer._apply(how)  # type: ignore[no-untyped-call]
-        if not self._optimizer.offload:  # else its state is never here but for a step
-            self._optimizer.move(how)
+        for model, optimizer in self._moved:
+            model.scorer._apply(how)  # type: ignore[no-untyped-call]
+            if not optimizer.offload:  # else its state is never here but for a step
+                optimizer.move(how)
 
 
 def _checkpoint_activations(model: PreTrainedModel) -> None:

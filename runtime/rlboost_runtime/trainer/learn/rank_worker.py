@@ -8,6 +8,7 @@ from typing import assert_never
 import torch
 
 from rlboost_runtime.job import Job
+from rlboost_runtime.trainer.learn.companions import Critic, Reference
 from rlboost_runtime.trainer.learn.learner import Learner
 from rlboost_runtime.trainer.learn.policy import Policy, Residency
 from rlboost_runtime.trainer.learn.ranks import (
@@ -25,9 +26,9 @@ from rlboost_runtime.trainer.learn.ranks import (
     RunProbe,
     SaveState,
     ScoreReference,
+    ScoreValues,
     Take,
 )
-from rlboost_runtime.trainer.learn.reference import Reference
 from rlboost_runtime.trainer.learn.sharded_state import StateSaver, restore_moments
 
 
@@ -44,8 +45,14 @@ def run_worker(ranks: Ranks) -> None:
                 few, folder = command.reference_files, command.reference
                 other = None if folder is None else Policy.bare(few) if few else Policy.load(folder, ranks)
                 reference = Reference(policy, other, ranks, is_sent=bool(few))
-            learner = Learner(policy, job.algorithm, job.trainer, ranks, reference)
-            serve(ranks, policy, learner, Residency(policy, learner.optimizer))
+            critic = None
+            if command.critic is not None:
+                few = command.critic_files
+                body = Policy.bare(few) if few else Policy.load(command.critic, ranks)
+                critic = Critic(body, job.algorithm, job.trainer, ranks, is_sent=bool(few))
+            learner = Learner(policy, job.algorithm, job.trainer, ranks, reference, critic)
+            residency = Residency(policy, learner.optimizer, critic=learner.critic_state)
+            serve(ranks, policy, learner, residency)
         case End():
             return
         case command:
@@ -54,13 +61,18 @@ def run_worker(ranks: Ranks) -> None:
 
 def serve(ranks: Ranks, policy: Policy, learner: Learner, residency: Residency) -> None:
     """Serve rank 0's commands with a policy that is set up; return at `End`."""
-    saver = StateSaver(policy.model, learner.optimizer, ranks)
+    critic = learner.critic_state
+    saver = StateSaver(policy.model, learner.optimizer, ranks, critic and (critic[0].model, critic[1]))
     while not isinstance(command := ranks.receive(), End):
         match command:
             case SaveState(folder=folder):
                 saver.begin(Path(folder))
-            case RestoreMoments(folder=folder, steps=steps):
-                restore_moments(policy.model, learner.optimizer, Path(folder), steps, ranks)
+            case RestoreMoments(folder=folder, steps=steps, is_critic=is_critic):
+                model, optimizer = policy.model, learner.optimizer
+                if is_critic:
+                    assert critic is not None
+                    model, optimizer = critic[0].model, critic[1]
+                restore_moments(model, optimizer, Path(folder), steps, ranks, is_critic=is_critic)
             case _:
                 _execute(command, policy, learner, residency)
     saver.wait()
@@ -76,6 +88,8 @@ def _execute(command: RankCommand, policy: Policy, learner: Learner, residency: 
             learner.recompute(samples)
         case ScoreReference(samples=samples):
             learner.score_reference(samples)
+        case ScoreValues(samples=samples):
+            learner.score_values(samples)
         case Apply():
             learner.apply()
         case GatherModel():

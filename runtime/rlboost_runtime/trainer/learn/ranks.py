@@ -31,6 +31,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from rlboost_runtime.job import Algorithm, Trainer
 from rlboost_runtime.trainer.learn.logprobs import LogprobModel
 from rlboost_runtime.trainer.learn.mover import IN_MAIN_MEMORY, Mover
 from rlboost_runtime.trainer.learn.sample import Sample
@@ -60,6 +61,9 @@ class LoadPolicy(msgspec.Struct, tag="load", frozen=True):
     reference: str | None = None
     """The reference's model, where it is one of its own; `reference_files` as `files`."""
     reference_files: dict[str, bytes] = {}
+    critic: str | None = None
+    """The model that ppo's critic begins as; `critic_files` as `files`."""
+    critic_files: dict[str, bytes] = {}
 
 
 class BeginStep(msgspec.Struct, tag="begin_step", frozen=True):
@@ -86,6 +90,12 @@ class ScoreReference(msgspec.Struct, tag="reference", frozen=True):
     samples: list[Sample]
 
 
+class ScoreValues(msgspec.Struct, tag="values", frozen=True):
+    """`Learner.score_values`."""
+
+    samples: list[Sample]
+
+
 class Apply(msgspec.Struct, tag="apply", frozen=True):
     """`Learner.apply`."""
 
@@ -105,6 +115,8 @@ class RestoreMoments(msgspec.Struct, tag="restore_moments", frozen=True):
 
     folder: str
     steps: dict[str, float]
+    is_critic: bool = False
+    """True for the critic's, else the policy's."""
 
 
 class RunProbe(msgspec.Struct, tag="probe", frozen=True):
@@ -127,8 +139,8 @@ class End(msgspec.Struct, tag="end", frozen=True):
 
 
 RankCommand = (
-    LoadPolicy | BeginStep | Accumulate | Recompute | ScoreReference | Apply | GatherModel | SaveState
-    | RestoreMoments | RunProbe | Free | Take | End
+    LoadPolicy | BeginStep | Accumulate | Recompute | ScoreReference | ScoreValues | Apply | GatherModel
+    | SaveState | RestoreMoments | RunProbe | Free | Take | End
 )  # fmt: skip
 
 
@@ -335,6 +347,16 @@ class Adam(torch.optim.AdamW):
         self.offload = offload
         self._mover = mover
 
+    @classmethod
+    def of(cls, model: nn.Module, algorithm: Algorithm, trainer: Trainer, mover: Mover) -> Adam:
+        """Return the job's optimizer of what is trained of `model`."""
+        return cls(
+            [parameter for parameter in model.parameters() if parameter.requires_grad],
+            lr=algorithm.learning_rate, betas=(algorithm.adam_betas[0], algorithm.adam_betas[1]),
+            eps=algorithm.adam_eps, weight_decay=algorithm.weight_decay,
+            offload=trainer.offloads_optimizer, mover=mover,
+        )  # fmt: skip
+
     def use_fused(self, *, is_on: bool) -> None:
         """Take steps as one kernel, or as plain arithmetic."""
         for group in self.param_groups:
@@ -354,6 +376,15 @@ class Adam(torch.optim.AdamW):
             for name, value in state.items():  # step counts too: the fused kernel reads them on the device
                 if isinstance(value, Tensor):
                     state[name] = how(value)
+
+
+def clip_gradients(model: nn.Module, divide_by: float, bound: float) -> float:
+    """Divide the model's gradients, clip their norm; return the norm before. All ranks must call this."""
+    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    for parameter in parameters:
+        assert parameter.grad is not None
+        parameter.grad.div_(divide_by)
+    return float(full_tensor(torch.nn.utils.clip_grad_norm_(parameters, bound)))
 
 
 def scatter_rows(whole: Tensor | None, shape: torch.Size, ranks: Ranks) -> Tensor:

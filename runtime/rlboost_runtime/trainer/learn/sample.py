@@ -31,6 +31,7 @@ from rlboost_runtime.job import Algorithm, Rejection
 
 TokenIds = NDArray[np.int32]
 Logprobs = NDArray[np.float32]
+"""A number per token."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,7 +40,9 @@ class Sample:
 
     `logprobs`: the engine's, one per token of `token_ids`. `old_logprobs`: the trainer's under the step's
     policy, where they were recomputed; `reference_logprobs`: the reference policy's, where there is one.
-    `usable` False (quarantined) masks it out.
+    `usable` False (quarantined) masks it out. For ppo: `reward`, of the whole response; `values`, the
+    critic's before the step's first update, and what follows from both: `advantages` and `returns`, all per
+    token; `advantage` is not used.
     """
 
     prompt_ids: TokenIds
@@ -51,6 +54,10 @@ class Sample:
     reference_logprobs: Logprobs | None = None
     sampled: NDArray[np.bool_] | None = None
     """Per token of `token_ids`: whether the policy sampled it, so that it is trained; None: all of them."""
+    reward: float = 0.0
+    values: Logprobs | None = None
+    advantages: Logprobs | None = None
+    returns: Logprobs | None = None
 
     @property
     def num_sampled(self) -> int:

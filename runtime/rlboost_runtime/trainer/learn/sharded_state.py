@@ -65,6 +65,8 @@ from rlboost_runtime.trainer.learn.ranks import (
 
 METADATA = ".metadata"
 """The file that says which rows are where: its folder holds such a state."""
+CRITIC = "critic"
+"""The folder within, where there is a critic: its state, as the policy's, with its config and tokenizer."""
 LEAST_BYTES, MOST_BYTES = 1 << 18, 32 << 20
 """Bytes of a file that wait for the disk at a time: at least and at most."""
 SYNC_S = 0.02
@@ -103,9 +105,15 @@ class _RowsPlanner(DefaultSavePlanner):
 class StateSaver:
     """Copies this rank's rows of the training's state and writes the copy beside training; one per rank."""
 
-    def __init__(self, model: torch.nn.Module, optimizer: Adam, ranks: Ranks = ALONE) -> None:
-        self._model = model
-        self._optimizer = optimizer
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: Adam,
+        ranks: Ranks = ALONE,
+        critic: tuple[torch.nn.Module, Adam] | None = None,
+    ) -> None:
+        """`critic`: its state goes into a folder of its own within the other."""
+        self._trained = {"": (model, optimizer)} | ({} if critic is None else {CRITIC: critic})
         self._ranks = ranks
         self._copies: dict[str, Tensor] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="state")
@@ -116,8 +124,11 @@ class StateSaver:
         on ranks other than 0 none. All ranks call this. Waits for the write before, and raises its error."""
         self._ranks.broadcast(SaveState(str(folder)))
         self.wait()
-        rows = {name: self._copied(name, tensor) for name, tensor in self._state()}
-        self._write = self._thread.submit(_save, rows, folder, self._ranks)
+        parts = {
+            part: {name: self._copied(part, name, tensor) for name, tensor in self._state(*trained)}
+            for part, trained in self._trained.items()
+        }
+        self._write = self._thread.submit(_save_all, parts, folder, self._ranks)
         return self._write
 
     def wait(self) -> None:
@@ -126,25 +137,25 @@ class StateSaver:
             write, self._write = self._write, None
             write.result()
 
-    def _state(self) -> Iterator[tuple[str, Tensor]]:
-        buffers = list(stored_buffers(self._model))  # on all ranks: it brings FSDP back to shards
-        for name, parameter in self._model.named_parameters():
+    def _state(self, model: torch.nn.Module, optimizer: Adam) -> Iterator[tuple[str, Tensor]]:
+        buffers = list(stored_buffers(model))  # on all ranks: it brings FSDP back to shards
+        for name, parameter in model.named_parameters():
             yield f"model.{name}", parameter.detach()
             for moment in MOMENTS:
-                if moment in self._optimizer.state.get(parameter, {}):
-                    yield f"{moment}.{name}", self._optimizer.state[parameter][moment]
+                if moment in optimizer.state.get(parameter, {}):
+                    yield f"{moment}.{name}", optimizer.state[parameter][moment]
         if self._ranks.leads:
             yield from ((f"model.{name}", buffer) for name, buffer in buffers)
 
-    def _copied(self, name: str, tensor: Tensor) -> _Rows:
+    def _copied(self, part: str, name: str, tensor: Tensor) -> _Rows:
         """Copy into memory that is kept from one checkpoint to the next."""
         start = 0
         if isinstance(tensor, DTensor):
             start, _ = row_range(tensor.shape[0], self._ranks.num, self._ranks.rank)
         local = local_part(tensor)
-        copy = self._copies.get(name)
+        copy = self._copies.get(f"{part}/{name}")
         if copy is None:
-            copy = self._copies[name] = torch.empty_like(
+            copy = self._copies[f"{part}/{name}"] = torch.empty_like(
                 local, device="cpu", memory_format=torch.contiguous_format
             )
         return _Rows(copy.copy_(local), start, tensor.shape)
@@ -154,6 +165,15 @@ def stored_buffers(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the buffers that are part of the model, such as a router's bias, by name."""
     stored = model.state_dict().keys()
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in stored)
+
+
+def _save_all(parts: Mapping[str, Mapping[str, _Rows]], folder: Path, ranks: Ranks) -> dict[str, str]:
+    """Write one part after the other; return the digests by file."""
+    return {
+        str(Path(part) / name): digest
+        for part, rows in parts.items()
+        for name, digest in _save(rows, folder / part, ranks).items()
+    }
 
 
 def _save(rows: Mapping[str, _Rows], folder: Path, ranks: Ranks) -> dict[str, str]:
@@ -375,11 +395,17 @@ class StoredState:
 
 @torch.no_grad()
 def restore_moments(
-    model: torch.nn.Module, optimizer: Adam, folder: Path, steps: Mapping[str, float], ranks: Ranks = ALONE
+    model: torch.nn.Module,
+    optimizer: Adam,
+    folder: Path,
+    steps: Mapping[str, float],
+    ranks: Ranks = ALONE,
+    *,
+    is_critic: bool = False,
 ) -> None:
     """Give a fresh optimizer the moments of `folder`, which is rank 0's, in main memory; `steps` of each
-    parameter that has any, by name. All ranks call this."""
-    ranks.broadcast(RestoreMoments(str(folder), dict(steps)))
+    parameter that has any, by name. `is_critic`: these are not the policy's. All ranks call this."""
+    ranks.broadcast(RestoreMoments(str(folder), dict(steps), is_critic))
     stored = StoredState(folder) if ranks.is_beside_first(ranks.rank) else None
     for name, parameter in model.named_parameters():
         if name not in steps:

@@ -70,8 +70,8 @@ class ScoredGroup:
     responses: tuple[ScoredResponse, ...]
 
     zero_variance: bool
-    """True if its rewards, before penalties for length and KL, are all equal or fewer than two count: it
-    teaches nothing of the task."""
+    """True if its rewards, before penalties for length and KL, are all equal or fewer than two of several
+    count: it teaches nothing of the task."""
     episodes: Sequence[EpisodeResult] = ()
 
 
@@ -123,8 +123,8 @@ class PendingGroup:
             replace(sample, usable=entry.is_usable) for entry in self.responses for sample in entry.samples
         ]
 
-    def with_reference(self, samples: Iterator[Sample]) -> PendingGroup:
-        """Return it with the reference's logprobs of the next of `samples`."""
+    def with_samples(self, samples: Iterator[Sample]) -> PendingGroup:
+        """Return it with the next of `samples` in the place of its own."""
         responses = [
             replace(entry, samples=tuple(next(samples) for _ in entry.samples)) for entry in self.responses
         ]
@@ -327,11 +327,12 @@ def score_group(pending: PendingGroup, algorithm: Algorithm) -> ScoredGroup:
     rewards = [entry.reward.result() for entry in decoded]
     usable = [entry.is_usable for entry in decoded]
     kl = algorithm.kl
-    kl_coef = kl.coef if kl is not None and kl.is_in_reward else 0.0
+    is_per_token = algorithm.critic is not None  # ppo takes the KL off each token's reward
+    kl_coef = kl.coef if kl is not None and kl.is_in_reward and not is_per_token else 0.0
     shaped = [
         reward.value
         + overlong_penalty(entry.num_tokens, algorithm.max_response_tokens, algorithm.overlong_penalty_tokens)
-        - (kl_coef * entry.kl(kl.estimator) if kl is not None else 0.0)
+        - (kl_coef * entry.kl(kl.estimator) if kl is not None and kl_coef else 0.0)
         for reward, entry in zip(rewards, decoded, strict=True)
     ]
     trained = [
@@ -342,6 +343,8 @@ def score_group(pending: PendingGroup, algorithm: Algorithm) -> ScoredGroup:
         some = [ok and entry.num_tokens > 0 for ok, entry in zip(trained, decoded, strict=True)]
         advantages = chosen_responses(shaped, some, algorithm)
         trained = [sign != 0 for sign in advantages]
+    elif algorithm.critic is not None:
+        advantages = [0.0] * len(shaped)  # the critic's follow from all responses of the step
     else:
         advantages = group_advantages(
             torch.tensor([shaped], dtype=torch.float64), torch.tensor([usable]), algorithm.loss
@@ -351,7 +354,10 @@ def score_group(pending: PendingGroup, algorithm: Algorithm) -> ScoredGroup:
         pending.group,
         tuple(
             ScoredResponse(
-                tuple(replace(s, advantage=advantages[i], usable=trained[i]) for s in entry.samples),
+                tuple(
+                    replace(s, advantage=advantages[i], usable=trained[i], reward=shaped[i])
+                    for s in entry.samples
+                ),
                 rewards[i],
                 entry.finish_reason,
                 entry.num_segments,
@@ -359,6 +365,6 @@ def score_group(pending: PendingGroup, algorithm: Algorithm) -> ScoredGroup:
             )
             for i, entry in enumerate(decoded)
         ),
-        len(plain) < 2 or max(plain) - min(plain) <= 1e-9,
+        len(decoded) > 1 and (len(plain) < 2 or max(plain) - min(plain) <= 1e-9),
         pending.episodes,
     )
