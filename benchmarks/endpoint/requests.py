@@ -29,9 +29,9 @@ _TEXTS = (
 )
 _ODD: tuple[Any, ...] = (
     None, True, False, 0, -1, 1, 2, 0.5, -0.0, 1e308, 2**31, 2**31 - 1, 2**63, -(2**70), "", "x", "0", [],
-    [[]], [None], [0], [-1], ["a"], [["a"]], [[0], [1]], {}, {"a": 1}, {"type": "text"},
-    {"type": "json_object"}, [{"role": "user"}], [{"role": None, "content": 3}], [{"content": [{"type": "image_url"}]}],
-    "auto", "required",
+    [[]], [None], [0], [-1], ["a"], [["a"]], [[0], [1]], {}, {"a": 1}, {"type": "text"}, "auto", "required",
+    {"type": "json_object"}, [{"role": "user"}], [{"role": None, "content": 3}],
+    [{"content": [{"type": "image_url"}]}],
 )  # fmt: skip
 _SAMPLING: dict[str, tuple[Any, ...]] = {
     "temperature": (0, 0.7, 1, 2, -1, 101), "top_p": (0.1, 1, 0, 1.1), "max_tokens": (1, 2, 7, 16, 0, 301),
