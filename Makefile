@@ -272,6 +272,10 @@ soak-fuzz: $(DEV) ## MESSAGES=100000 mutated messages of an agent, FILES=10000 m
 	@$(BIN)/python -m benchmarks.fuzz --messages $(or $(MESSAGES),100000) --files $(or $(FILES),10000) \
 		--seed $(or $(SEED),0)
 
+.PHONY: soak-endpoint-fuzz
+soak-endpoint-fuzz: $(DEV) ## REQUESTS=100000 random requests to the endpoint's routes (SEED=0; 20 min)
+	@$(BIN)/python -m benchmarks.endpoint.fuzz --requests $(or $(REQUESTS),100000) --seed $(or $(SEED),0) $(ARGS)
+
 .PHONY: soak-cloud
 soak-cloud: cloudlab ## seeded storms over the real SkyPilot, machines of a head that is gone, a machine from EC2 itself
 	RLBOOST_ACCEPTANCE_KILLS=20 RLBOOST_SKY_SEEDS=5 $(BIN)/python -m pytest -q -rP --durations=0 -m "cloud and soak" tests/cloud

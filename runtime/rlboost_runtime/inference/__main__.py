@@ -45,6 +45,8 @@ log = logging.getLogger(__name__)
 DIAL_TIMEOUT_S = 10.0
 MAX_EPISODE_REQUESTS = 65_536
 """More than episodes make at once: the trainer bounds them."""
+UNREAD_MS = 60_000
+"""How long a client may take nothing of what is sent to it until its connection is cut."""
 CLOSE_S = 2.0
 """Time for open streams to say how they end."""
 
@@ -80,6 +82,7 @@ def _former_port(endpoint_file: Path) -> int:
 def _listener(host: str, port: int) -> socket.socket:
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    _cut_the_unreachable(listener)
     try:
         listener.bind((host, port))
     except OSError:
@@ -87,6 +90,19 @@ def _listener(host: str, port: int) -> socket.socket:
         raise
     listener.listen(1024)
     return listener
+
+
+def _cut_the_unreachable(listener: socket.socket) -> None:
+    """Have the kernel end accepted connections whose client is gone or does not read: their responses are
+    freed then. Buffers are bounded anyway: an answer waits until its last part was taken."""
+    if not sys.platform.startswith("linux"):
+        return
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3),
+        (socket.TCP_USER_TIMEOUT, UNREAD_MS),
+    ):  # fmt: skip
+        listener.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def bind_unix(run: RunFolder) -> socket.socket:

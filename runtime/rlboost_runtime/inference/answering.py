@@ -29,6 +29,7 @@ from rlboost_runtime.inference.bodies import (
 )
 from rlboost_runtime.inference.fleet import RequestLost
 from rlboost_runtime.inference.model import EndpointModel, NotReady
+from rlboost_runtime.inference.reasoning import ReasoningText
 from rlboost_runtime.inference.replies import ChoicePiece, Form
 from rlboost_runtime.inference.service import Busy
 from rlboost_runtime.protocol.messages import GenerateMessage
@@ -71,13 +72,20 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
         if len(data) > MAX_BODY_BYTES:
             raise TooLong
     try:
-        return kind.model_validate(json.loads(data))
+        value = json.loads(data, parse_constant=_no_constant)
+        if b"\\u" in data:
+            json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair is no text
+        return kind.model_validate(value)
     except ValidationError as problem:
         first = problem.errors(include_url=False, include_context=False)[0]
         place = ".".join(map(str, first["loc"]))
         raise BadRequest(f"{place or 'the body'}: {first['msg']}", "correct it", place or None) from problem
     except (ValueError, RecursionError) as problem:
         raise BadRequest("the body is no JSON", "send a JSON object") from problem
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
 
 
 def request_id(request: Request) -> str:
@@ -98,8 +106,10 @@ def form_of(
     *,
     has_logprobs: bool,
     written_calls: dict[str, str] | None = None,
+    divide: Callable[[], ReasoningText] | None = None,
 ) -> Form:
-    """Return how the request wants its answer. `written_calls` takes how the model wrote tool calls."""
+    """Return how the request wants its answer. `written_calls` takes how the model wrote tool calls; `divide`
+    makes what takes the reasoning out of the text."""
     model = service.model()
 
     def token_name(token_id: int) -> str:
@@ -117,6 +127,9 @@ def form_of(
         prompts,
         finds_tools=isinstance(body, ChatBody) and bool(body.tools_to_find()),
         written_calls={} if written_calls is None else written_calls,
+        divide=divide,
+        shows_reasoning=not isinstance(body, ChatBody) or body.include_reasoning,
+        has_running_usage=body.stream_options is not None and body.stream_options.continuous_usage_stats,
     )
 
 

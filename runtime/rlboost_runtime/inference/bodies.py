@@ -13,6 +13,12 @@ from pydantic import BaseModel, Field
 from rlboost_runtime.errors import ConfigError
 
 MAX_CHOICES = 128
+MAX_STOPS, MAX_STOP_CHARS = 64, 1024
+"""Each is looked for after every token."""
+_RENDER_ARGUMENTS = {
+    "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "messages",
+    "options", "padding", "return_dict", "return_tensors", "self", "text", "tokenize", "tools", "truncation",
+}  # fmt: skip
 Ids = list[Annotated[int, Field(ge=0, lt=2**31)]]
 
 
@@ -29,9 +35,10 @@ class NoSuchModel(ConfigError):
 
 
 class StreamOptions(BaseModel):
-    """How a stream ends."""
+    """Where a stream has its usage: in a line at its end, and in every line."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
 class SamplingBody(BaseModel):
@@ -78,6 +85,12 @@ class SamplingBody(BaseModel):
             value = getattr(self, name)
             if value is not None and value not in values:
                 raise BadRequest(f"{name} is not supported", f"leave {name} out", name)
+        if len(self.stops) > MAX_STOPS or any(len(stop) > MAX_STOP_CHARS for stop in self.stops):
+            raise BadRequest(
+                f"stop has more than {MAX_STOPS} strings, or one of more than {MAX_STOP_CHARS} characters",
+                "send fewer or shorter ones",
+                "stop",
+            )
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -166,6 +179,7 @@ class ChatBody(SamplingBody):
     tool_choice: str | dict[str, Any] | None = None
     response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, Any] = {}
+    include_reasoning: bool = True
     add_generation_prompt: bool = True
     continue_final_message: bool = False
 
@@ -175,6 +189,12 @@ class ChatBody(SamplingBody):
         if self.top_logprobs:
             raise BadRequest(
                 "only the sampled token's logprob is known", "write top_logprobs: 0", "top_logprobs"
+            )
+        if taken := sorted(_RENDER_ARGUMENTS.intersection(self.chat_template_kwargs)):
+            raise BadRequest(
+                f"chat_template_kwargs may not have {taken[0]}",
+                "leave it out; the template is the model's own",
+                "chat_template_kwargs",
             )
         if self.tool_choice not in (None, "auto", "none"):
             raise BadRequest(
@@ -199,8 +219,20 @@ class ChatBody(SamplingBody):
         }
 
     def conversation(self) -> list[dict[str, Any]]:
-        """Return the messages, content parts joined to text."""
-        return [{**message, "content": _text_of(message.get("content"))} for message in self.messages]
+        """Return the messages as chat templates want them."""
+        return as_conversation(self.messages)
+
+
+def as_conversation(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages with their content's parts joined to text, and reasoning under the name that chat
+    templates know. Raises `BadRequest`."""
+    found = []
+    for message in messages:
+        shown = {**message, "content": _text_of(message.get("content"))}
+        if "reasoning" in shown:
+            shown.setdefault("reasoning_content", shown["reasoning"])
+        found.append(shown)
+    return found
 
 
 def _text_of(content: object) -> object:

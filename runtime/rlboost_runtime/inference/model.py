@@ -10,6 +10,7 @@ from typing import Any
 
 from rlboost_runtime.errors import RuntimeFault
 from rlboost_runtime.inference.bodies import BadRequest
+from rlboost_runtime.inference.reasoning import Tags, tags_of
 from rlboost_runtime.job import Job
 from rlboost_runtime.protocol.messages import Sampling
 from rlboost_runtime.run.folder import RunFolder
@@ -32,6 +33,8 @@ class EndpointModel:
     """What a request gets that leaves it open: the run's own."""
     is_greedy_only: bool
     """The engines take the likeliest token and nothing else."""
+    reasoning: Tags | None = None
+    """What the model writes around its reasoning; None: it has none."""
 
     def sampling_of(self, temperature: float | None, top_p: float | None, stops: tuple[int, ...]) -> Sampling:
         """Return how to sample. Raises `BadRequest` for what the engines cannot do."""
@@ -78,6 +81,16 @@ class EndpointModel:
         found = {"id": self.name, "object": "model", "created": self.created, "owned_by": "rlboost"}
         return found | {"max_model_len": self.max_model_len}
 
+    def tokenizer_described(self) -> dict[str, Any]:
+        """Return what a client needs to know of the tokenizer to work with ids."""
+        known, names = self.tokenizer, ("bos_token", "eos_token", "pad_token", "unk_token")
+        return {name: getattr(known, name, None) for name in names} | {
+            "tokenizer_class": type(known).__name__,
+            "vocab_size": len(known),
+            "model_max_length": self.max_model_len,
+            "chat_template": known.chat_template,
+        }
+
 
 def load_model(run: RunFolder, job: Job) -> EndpointModel:
     """Return the run's model. Raises `NotReady` before its first version is published."""
@@ -97,6 +110,7 @@ def load_model(run: RunFolder, job: Job) -> EndpointModel:
         created=int(time.time()),
         sampling=Sampling(algorithm.temperature, algorithm.top_p),
         is_greedy_only=job.rollout.engine == "transformers" and algorithm.temperature == 0,
+        reasoning=tags_of(tokenizer),
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlboost_runtime.inference.reasoning import ReasoningText
 from rlboost_runtime.inference.tool_calls import ToolCall, ToolText, find_tool_calls
 
 Json = dict[str, Any]
@@ -51,7 +52,15 @@ class Form:
     """The request names tools: calls in the text are shown as such."""
     written_calls: dict[str, str] = field(default_factory=dict)
     """Takes responses with tool calls as the model wrote them, by the id of the first call."""
+    divide: Callable[[], ReasoningText] | None = None
+    """Makes what finds the reasoning of a response; None: it is shown as the model wrote it."""
+    shows_reasoning: bool = True
+    has_running_usage: bool = False
+    """Each line of a stream has the usage so far."""
     _held: dict[int, ToolText] = field(default_factory=dict)
+    _divided: dict[int, ReasoningText] = field(default_factory=dict)
+    _num_characters: dict[int, int] = field(default_factory=dict)
+    _num_tokens: list[int] = field(default_factory=lambda: [0])
     created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, choices: Sequence[ChoicePiece], num_choices: int) -> Json:
@@ -71,9 +80,10 @@ class Form:
         else:
             choice["text"] = piece.text
         self._add_tokens(choice, piece)
-        return self._head("chat.completion.chunk" if self.is_chat else "text_completion") | {
-            "choices": [choice]
-        }
+        self._num_tokens[0] += len(piece.ids)
+        line = self._head("chat.completion.chunk" if self.is_chat else "text_completion")
+        line["choices"] = [choice]
+        return line | ({"usage": self.usage(self._num_tokens[0])} if self.has_running_usage else {})
 
     def usage_chunk(self, num_tokens: int) -> Json:
         """Return the line of a stream that has its usage."""
@@ -97,8 +107,10 @@ class Form:
     def _choice(self, piece: ChoicePiece, num_choices: int) -> Json:
         choice: Json = {"index": piece.index, "finish_reason": piece.finish_reason, "logprobs": None}
         if self.is_chat:
-            text, calls = find_tool_calls(piece.text) if self.finds_tools else (piece.text, [])
+            thoughts, text = self._divide(piece)
+            text, calls = find_tool_calls(text) if self.finds_tools else (text, [])
             choice["message"] = {"role": "assistant", "content": text or (None if calls else "")}
+            self._add_reasoning(choice["message"], thoughts)
             self._add_calls(choice, choice["message"], calls, piece.text, indexed=False)
         else:
             choice["text"] = piece.text
@@ -109,15 +121,34 @@ class Form:
 
     def _delta(self, choice: Json, piece: ChoicePiece) -> Json:
         """Return what a choice of a stream grows by."""
+        thoughts, text = self._divide(piece)
+        delta: Json = {"content": text}
+        self._add_reasoning(delta, thoughts)
         if not self.finds_tools:
-            return {"content": piece.text}
+            return delta
         held = self._held.setdefault(piece.index, ToolText())
-        delta: Json = {"content": held.add(piece.text)}
+        delta["content"] = held.add(text)
         if piece.finish_reason is not None:
             rest, calls = held.finish()
             delta["content"] += rest
             self._add_calls(choice, delta, calls, held.text, indexed=True)
         return delta
+
+    def _divide(self, piece: ChoicePiece) -> tuple[str, str]:
+        """Return the reasoning and the answer in what a choice grew by."""
+        if self.divide is None:
+            return "", piece.text
+        divided = self._divided.setdefault(piece.index, self.divide())
+        thoughts, text = divided.add(piece.text)
+        if piece.finish_reason is not None:
+            last_thoughts, last_text = divided.finish()
+            thoughts, text = thoughts + last_thoughts, text + last_text
+        return thoughts, text
+
+    def _add_reasoning(self, message: Json, thoughts: str) -> None:
+        """Add it under both names that clients know: vLLM's and DeepSeek's."""
+        if thoughts and self.shows_reasoning:
+            message["reasoning"] = message["reasoning_content"] = thoughts
 
     def _add_calls(
         self, choice: Json, message: Json, calls: Sequence[ToolCall], text: str, *, indexed: bool
@@ -134,11 +165,16 @@ class Form:
             return
         names, logprobs = [self.token_name(i) for i in piece.ids], finite(piece.logprobs)
         if not self.is_chat:
+            at, offsets = self._num_characters.get(piece.index, 0), []
+            for name in names:
+                offsets.append(at)
+                at += len(name)
+            self._num_characters[piece.index] = at
             choice["logprobs"] = {
                 "tokens": names,
                 "token_logprobs": logprobs,
                 "top_logprobs": None,
-                "text_offset": [],
+                "text_offset": offsets,
             }
             return
         choice["logprobs"] = {"content": [

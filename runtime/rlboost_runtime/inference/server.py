@@ -7,6 +7,8 @@ was asked.
 from __future__ import annotations
 
 import hmac
+from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,9 @@ from rlboost_runtime.inference.bodies import (
     DetokenizeBody,
     GenerateBody,
     TokenizeBody,
+    as_conversation,
 )
+from rlboost_runtime.inference.reasoning import ReasoningText, Tags
 from rlboost_runtime.inference.service import DEFAULT_MAX_TOKENS, Service
 from rlboost_runtime.inference.tinker import add_tinker_routes, authorization
 
@@ -110,8 +114,10 @@ def make_app(service: Service, keys: Keys) -> FastAPI:
         body.check()
         options = body.chat_template_kwargs | body.render_options()
         model = service.named(body.model)
-        prompt = model.render(body.conversation(), body.tools_to_find(), **options)
-        form = form_of(request, service, body, [prompt], has_logprobs=body.logprobs)
+        text = model.render_text(body.conversation(), body.tools_to_find(), **options)
+        prompt, tags = model.encode(text, add_special_tokens=False), model.reasoning
+        divide = None if tags is None else partial(ReasoningText, tags, is_open=_ends_within(text, tags))
+        form = form_of(request, service, body, [prompt], has_logprobs=body.logprobs, divide=divide)
         limit = body.max_completion_tokens or body.max_tokens
         wanted = service.ask(form.request_id, [prompt], body, limit, _session(request))
         return await answer(service, request, form, wanted, body)
@@ -123,7 +129,9 @@ def make_app(service: Service, keys: Keys) -> FastAPI:
         if (body.prompt is None) == (body.messages is None):
             raise BadRequest("send either prompt or messages", "send one of them", "prompt")
         if body.messages is not None:
-            ids = model.render(body.messages, add_generation_prompt=body.add_generation_prompt)
+            ids = model.render(
+                as_conversation(body.messages), add_generation_prompt=body.add_generation_prompt
+            )
         else:
             ids = model.encode(body.prompt or "", add_special_tokens=body.add_special_tokens)
         strings = model.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
@@ -138,6 +146,16 @@ def make_app(service: Service, keys: Keys) -> FastAPI:
             raise BadRequest(f"token id {max(body.tokens)} is not in the vocabulary", "correct it", "tokens")
         return {"prompt": model.decode(body.tokens, skip_special_tokens=False)}
 
+    @app.get("/tokenizer_info")
+    async def tokenizer_info(request: Request) -> dict[str, Any]:
+        _demand(request, keys)
+        return service.model().tokenizer_described()
+
+    @app.get("/version")
+    async def version(request: Request) -> dict[str, str]:
+        _demand(request, keys)
+        return {"version": metadata.version("rlboost")}
+
     add_tinker_routes(app, service, keys.opens)
     return app
 
@@ -145,6 +163,11 @@ def make_app(service: Service, keys: Keys) -> FastAPI:
 def _demand(request: Request, keys: Keys) -> None:
     if not keys.opens(request.headers.get("authorization")):
         raise Unauthorised
+
+
+def _ends_within(prompt: str, tags: Tags) -> bool:
+    """Return True if a prompt leaves the reasoning open."""
+    return prompt.rfind(tags.opening) > prompt.rfind(tags.closing) and prompt.rstrip().endswith(tags.opening)
 
 
 def _session(request: Request) -> str:

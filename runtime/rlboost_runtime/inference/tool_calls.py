@@ -13,6 +13,8 @@ import re
 import secrets
 from typing import Any, NamedTuple
 
+from rlboost_runtime.inference.reasoning import overlap
+
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _TAGGED = re.compile(rf"{OPEN}\s*(.*?)\s*(?:{CLOSE}|\Z)", re.DOTALL)
 _BARE = ("{", "[")
@@ -87,7 +89,7 @@ class ToolText:
             return ""
         end = self.text.find(OPEN)
         if end < 0:
-            end = len(self.text) - _overlap(self.text, OPEN)
+            end = len(self.text) - overlap(self.text, OPEN)
         piece, self._shown = self.text[self._shown : end], max(self._shown, end)
         return piece
 
@@ -95,8 +97,3 @@ class ToolText:
         """Return the text that is left once all has come, and the calls."""
         rest = self.text[self._shown :]
         return find_tool_calls(rest)
-
-
-def _overlap(text: str, opening: str) -> int:
-    """Return how many characters at the end of `text` may begin `opening`."""
-    return next((n for n in range(len(opening) - 1, 0, -1) if text.endswith(opening[:n])), 0)

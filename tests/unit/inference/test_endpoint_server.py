@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from array import array
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,12 @@ import openai
 import pytest
 
 from rlboost_runtime.engines.emulated import emulated_response
+from rlboost_runtime.inference import __main__ as process
 from rlboost_runtime.inference import fleet as fleet_module
 from rlboost_runtime.inference import service as service_module
 from rlboost_runtime.inference.fleet import Fleet
 from rlboost_runtime.inference.model import EndpointModel, NotReady
+from rlboost_runtime.inference.reasoning import Tags
 from rlboost_runtime.inference.server import Keys, make_app
 from rlboost_runtime.inference.service import Service
 from rlboost_runtime.protocol.messages import GenerateMessage, Sampling
@@ -44,7 +48,9 @@ class Rig:
 
 
 @asynccontextmanager
-async def rig(folder: Path, *, max_requests: int = 8, is_ready: bool = True) -> AsyncIterator[Rig]:
+async def rig(
+    folder: Path, *, max_requests: int = 8, is_ready: bool = True, model: EndpointModel = MODEL
+) -> AsyncIterator[Rig]:
     keys = folder / "api_keys"
     keys.write_text("sk-one\nsk-two\n")
     coordinator = Coordinator()
@@ -53,7 +59,7 @@ async def rig(folder: Path, *, max_requests: int = 8, is_ready: bool = True) -> 
     def load() -> EndpointModel:
         if not is_ready:
             raise NotReady("the model has not been published yet", "try again in a moment")
-        return MODEL
+        return model
 
     service = Service(fleet, load, max_requests)
     linked = asyncio.create_task(fleet.run())
@@ -387,3 +393,77 @@ async def test_a_stream_that_waits_says_that_it_lives(
         assert lines[-1] == "data: [DONE]"
         texts = [json.loads(line[6:])["choices"][0]["text"] for line in lines[:-1] if line.startswith("data")]
         assert "".join(texts) == text_of(expected("hello", 4))
+
+
+async def test_reasoning_is_apart_from_the_answer_whole_and_streamed(tmp_path: Path) -> None:
+    prompt = "user: hi\ntools: 0\n"
+    text = text_of(expected(prompt, 60))
+    tags = Tags("tools: 0", text[30])  # the template leaves the reasoning open
+    thoughts, _, answer = text.partition(text[30])
+    ask: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 60}
+    async with rig(tmp_path, model=replace(MODEL, reasoning=tags)) as its:
+        whole = (await its.client.chat.completions.create(**ask)).choices[0].message
+        assert (whole.model_extra["reasoning"], whole.content) == (thoughts, answer)
+        assert whole.model_extra["reasoning_content"] == thoughts
+        stream = await its.client.chat.completions.create(**ask, stream=True)
+        deltas = [chunk.choices[0].delta async for chunk in stream]
+        assert "".join(d.model_extra.get("reasoning", "") for d in deltas) == thoughts
+        assert "".join(d.content for d in deltas) == answer
+        hidden = await its.client.chat.completions.create(**ask, extra_body={"include_reasoning": False})
+        assert "reasoning" not in hidden.choices[0].message.model_extra
+        assert hidden.choices[0].message.content == answer
+
+
+async def test_each_line_of_a_stream_has_the_usage_so_far_if_it_is_wanted(tmp_path: Path) -> None:
+    async with rig(tmp_path) as its:
+        stream = await its.client.completions.create(
+            model="tiny", prompt="hello", max_tokens=20, stream=True,
+            stream_options={"include_usage": True, "continuous_usage_stats": True},  # type: ignore[typeddict-unknown-key] # vLLM's
+        )  # fmt: skip
+        counts = [chunk.usage.completion_tokens async for chunk in stream]
+    assert counts == [*sorted(set(counts)), 20]
+    assert len(counts) > 3
+
+
+async def test_a_text_completions_logprobs_say_where_their_tokens_begin(tmp_path: Path) -> None:
+    async with rig(tmp_path) as its:
+        ask: dict[str, Any] = {"model": "tiny", "prompt": "hello", "max_tokens": 20, "logprobs": 0}
+        whole = (await its.client.completions.create(**ask)).choices[0]
+        assert whole.logprobs.text_offset == list(range(20))
+        stream = await its.client.completions.create(**ask, stream=True)
+        assert [i async for c in stream for i in c.choices[0].logprobs.text_offset] == list(range(20))
+
+
+async def test_what_no_template_and_no_tokenizer_may_be_given_is_refused(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "x"}]
+    async with rig(tmp_path) as its:
+        for name in ("chat_template", "tokenize", "messages", "self"):
+            body = {"messages": messages, "chat_template_kwargs": {name: "{{ 1 }}"}}
+            answer = await its.post("/v1/chat/completions", **body)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "chat_template_kwargs")
+        for data in (b'{"prompt": "\\ud800"}', b'{"prompt": "x", "temperature": NaN}'):
+            answer = await its.http.post("/v1/completions", content=data, headers=its.key)
+            assert answer.status_code == 400
+        info = (await its.http.get("/tokenizer_info", headers=its.key)).json()
+        assert (info["chat_template"], info["model_max_length"]) == ("lines", LENGTH)
+        assert (await its.http.get("/version", headers=its.key)).json()["version"]
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="an option of Linux")
+async def test_a_client_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "UNREAD_MS", 500)
+    ended: asyncio.Future[BaseException | None] = asyncio.get_running_loop().create_future()
+
+    async def send(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                writer.write(bytes(1_000_000))
+                await writer.drain()
+        except OSError as problem:
+            ended.set_result(problem)
+
+    listener = process._listener("127.0.0.1", 0)
+    async with await asyncio.start_server(send, sock=listener):
+        with socket.create_connection(listener.getsockname()):
+            async with asyncio.timeout(30):
+                assert isinstance(await ended, OSError)
