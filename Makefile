@@ -263,9 +263,8 @@ soak-restarts: $(DEV) ## KILLS=50 kills of one run's coordinator: time until tok
 	@$(BIN)/python -m benchmarks.restarts --kills $(or $(KILLS),50) $(ARGS)
 
 .PHONY: soak-serving
-soak-serving: $(DEV) ## an hour of load on a served model in ten minutes, with a trace's kills; then 10,000 rows through killed heads
+soak-serving: $(DEV) ## an hour of load on a served model in ten minutes, with a trace's kills
 	@$(BIN)/python -m benchmarks.serving
-	@$(BIN)/python -m benchmarks.serving.batch
 
 .PHONY: soak-fuzz
 soak-fuzz: $(DEV) ## MESSAGES=100000 mutated messages of an agent, FILES=10000 mutated files (SEED=0; 10 min)

@@ -1,1 +1,1 @@
-"""A served fleet under an hour of load on a market that kills; a batch through a killed head."""
+"""A served fleet under an hour of load on a market that kills."""

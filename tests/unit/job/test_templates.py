@@ -24,7 +24,10 @@ def rlboost(*arguments: str, code: int = 0) -> Result:
 
 
 def test_there_is_a_template_for_each_kind_of_place() -> None:
-    assert rlboost_templates.names() == ["laptop", "own-machines", "quickstart", "aws", "gcp", "multi-cloud"]
+    assert rlboost_templates.names() == [
+        *("laptop", "own-machines", "quickstart", "serve"),
+        *("aws", "gcp", "multi-cloud"),
+    ]
 
 
 @pytest.mark.parametrize("name", rlboost_templates.names())
