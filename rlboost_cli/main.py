@@ -101,6 +101,7 @@ def _load(name: str) -> Command:
 _MODULES: dict[str, dict[str, str]] = {
     "job": {
         "init": "Write a commented job file to start from",
+        "tasks": "Print the tasks of a taskset of verifiers as rows of a data file",
         "check": "Validate a job file and print the resolved job",
         "schema": "Print the JSON Schema of job files, for editors",
         "doctor": "Check this machine, the job and its remote head",

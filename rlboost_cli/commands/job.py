@@ -1,4 +1,4 @@
-"""Commands about a job file: `init`, `check`, `schema`, `doctor` and `plan`."""
+"""Commands about a job file: `init`, `tasks`, `check`, `schema`, `doctor` and `plan`."""
 
 from __future__ import annotations
 
@@ -70,6 +70,42 @@ def init(
         ]
     for line in said:
         output.progress(line)
+
+
+def tasks(
+    taskset: Annotated[str, typer.Argument(help="Id of a taskset of verifiers")],
+    number: Annotated[int, typer.Option("--number", min=1, help="The first so many tasks")] = 1000,
+    config: Annotated[str, typer.Option("--config", help="Fields of its configuration, as JSON")] = "{}",
+    python: Annotated[
+        str | None, typer.Option("--python", help="A Python that has verifiers; else one is made with uv")
+    ] = None,
+    package: Annotated[
+        list[str] | None, typer.Option("--package", help="What to install beside verifiers; may repeat")
+    ] = None,
+    files: Annotated[Path, typer.Option("--files", help="Folder that holds its module, if any")] = Path("."),
+) -> None:
+    """Print the tasks of a taskset of verifiers as rows of a data file
+
+    Example: rlboost tasks gsm8k-v1 --package gsm8k-v1 --number 500 > tasks.jsonl
+    """
+    import json
+
+    from rlboost_cli.terminal import output
+    from rlboost_runtime.errors import ConfigError
+    from rlboost_runtime.job.environment import VerifiersTaskset
+    from rlboost_runtime.trainer.episodes.taskset import task_rows, verifiers_python
+
+    try:
+        fields = json.loads(config)
+    except ValueError:
+        fields = None
+    if not isinstance(fields, dict):
+        raise ConfigError(f"--config: {config!r} is no JSON object", 'write it like \'{"split": "train"}\'')
+    settings = VerifiersTaskset(taskset=taskset, config=fields, python=python, packages=package or [])
+    found = verifiers_python(settings, output.progress)
+    output.progress(f"loading {taskset}")
+    for line in task_rows(settings, files, number, found):
+        output.show(line)
 
 
 def check(job: JobFile, as_json: AsJson = False) -> None:

@@ -261,6 +261,12 @@ class Job(Model):
                 "environment has a command, which reaches the model over the head's loopback, but the sandbox"
                 " has no network; write reward_network: true"
             )
+        server = None if self.episodes is None else self.episodes.openenv
+        if server is not None and server.url is not None and not reaches_the_model:
+            raise ValueError(
+                "environment has a server elsewhere (openenv.url), but the sandbox has no network; write"
+                " reward_network: true"
+            )
         if self.endpoint is not None and not self.endpoint.trains:
             raise ValueError("environment is for training, but endpoint.trains is false; remove one of them")
         return self

@@ -17,6 +17,10 @@ class EpisodeFailure(StrEnum):
     """It took longer than environment.timeout_s."""
     DIED = "died"
     """Its process ended."""
+    MEMORY = "memory"
+    """It needs more memory than `reward_memory_mib` allows."""
+    UNREACHABLE = "unreachable"
+    """The environment's server cannot be reached, or its machine vanished in mid-episode."""
     NO_NUMBER = "no_number"
     """Its reward is no finite number."""
     LOST = "lost"
@@ -27,6 +31,8 @@ WORDS = {
     EpisodeFailure.RAISED: "raised an error",
     EpisodeFailure.TIMEOUT: "took too long",
     EpisodeFailure.DIED: "ended its process",
+    EpisodeFailure.MEMORY: "ran out of memory",
+    EpisodeFailure.UNREACHABLE: "could not be reached",
     EpisodeFailure.NO_NUMBER: "gave a reward that is no number",
     EpisodeFailure.LOST: "lost its responses",
 }

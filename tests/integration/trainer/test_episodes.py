@@ -36,6 +36,7 @@ from rlboost_runtime.trainer.episodes.outcome import (
     NOTHING,
     EpisodeResult,
     EpisodeWatch,
+    episode_metrics,
     require_some_episode,
 )
 from rlboost_runtime.trainer.episodes.runner import EpisodeRunner, StepOfEpisodes
@@ -139,7 +140,7 @@ def endpoint(run: RunFolder) -> Iterator[Endpoint]:
 def environment(run: RunFolder, code: str, **settings: Any) -> Iterator[Play]:
     (run.files / "env.py").write_text(textwrap.dedent(code))
     asked = {"timeout_s": 20.0, "processes": 1} | settings
-    if "command" not in asked:
+    if "command" not in asked and "openenv" not in asked:
         asked.setdefault("python", "env.py:Env")
     job = Job.model_validate(
         {
@@ -365,6 +366,82 @@ def test_one_that_hangs_or_dies_does_not_take_others_along(
         results = play(rows)
     assert [result.failure for result in results] == ["", "", failure, "", ""]
     assert [result.reward for result in results] == [1.0, 1.0, None, 1.0, 1.0]
+
+
+def test_one_that_runs_out_of_memory_is_left_out_as_such(run: RunFolder, endpoint: Endpoint) -> None:
+    code = """
+    class Env:
+        def reset(self, bad):
+            self.data = bytearray(1 << 46 if bad else 1)
+        def step(self, response):
+            return None
+        def get_reward(self):
+            return 1
+    """
+    with environment(run, code, tries=2) as play:
+        results = play([{"bad": True}, {"bad": False}])
+    assert [result.failure for result in results] == [EpisodeFailure.MEMORY, ""]
+    assert [result.num_tries for result in results] == [2, 1]
+    assert episode_metrics(results)["episodes_left_out_memory"] == 1.0
+
+
+VANISHES = """
+import json, sys, websockets.sync.server
+from websockets.datastructures import Headers
+from websockets.http11 import Response
+
+ACTION = {"properties": {"text": {"type": "string"}, "metadata": {}}, "required": ["text"]}
+left = int(sys.argv[2])
+
+def schema(connection, request):
+    if request.path == "/schema":
+        return Response(200, "OK", Headers(), json.dumps({"action": ACTION}).encode())
+
+def play(connection):
+    global left
+    for message in connection:
+        asked = json.loads(message)
+        if asked["type"] == "close":
+            return
+        is_step = asked["type"] == "step"
+        if is_step and left:
+            left -= 1
+            connection.socket.close()
+            return
+        told = {"text": asked["data"].get("greeting", "more")} if not is_step else {"text": "well"}
+        answer = {"observation": told, "reward": 0.5 if is_step else None, "done": is_step}
+        connection.send(json.dumps({"type": "observation", "data": answer}))
+
+with websockets.sync.server.serve(play, "127.0.0.1", int(sys.argv[1]), process_request=schema) as server:
+    server.serve_forever()
+"""
+
+
+@pytest.mark.parametrize(("vanishings", "failure", "tries"), [(1, "", 2), (9, EpisodeFailure.UNREACHABLE, 2)])
+def test_a_server_that_vanishes_in_mid_episode_is_no_reward_of_0(
+    run: RunFolder, endpoint: Endpoint, vanishings: int, failure: str, tries: int
+) -> None:
+    (run.files / "server.py").write_text(VANISHES)
+    server = {"command": ["python", "server.py", "{port}", str(vanishings)]}
+    with environment(run, "", python=None, openenv=server, tries=2) as play:
+        (result,) = play([{"greeting": "hello", "prompt": "unused"}])
+    assert (result.failure, result.num_tries) == (failure, tries)
+    assert result.reward == (None if failure else 0.5)
+    if not failure:
+        (sample,) = result.record.samples
+        assert bytes(sample.prompt_ids)[::4] == b"0 tools\nuser: beginhello\nassistant: "
+
+
+def test_a_server_that_dies_takes_its_process_along_and_its_episodes_are_played_again(
+    run: RunFolder, endpoint: Endpoint
+) -> None:
+    dies = VANISHES.replace("connection.socket.close()", "import os; os._exit(7)")
+    (run.files / "server.py").write_text(dies)
+    server = {"command": ["python", "server.py", "{port}", "1"]}
+    with environment(run, "", python=None, openenv=server, tries=1) as play:
+        (result,) = play([{}])
+    assert (result.failure, result.reward) == (EpisodeFailure.DIED, None)
+    assert "ended with exit code 7" in (run.path / "environment.log").read_text()
 
 
 def test_a_thread_that_hangs_costs_its_process_not_the_run(run: RunFolder, endpoint: Endpoint) -> None:

@@ -45,9 +45,9 @@ class Talk:
         self.messages: list[dict[str, Any]] = []
         self.sampled = ""
 
-    def ask(self, text: str, response: str, *, keep: bool = True) -> list[int]:
+    def ask(self, text: str, response: str, *, keep: bool = True, role: str = "user") -> list[int]:
         """Say `text`, have the model say `response`; return the ids that it was given."""
-        told = [*self.messages, {"role": "user", "content": text}]
+        told = [*self.messages, {"role": role, "content": text}]
         self.episode.begin_turn(SamplingBody())
         rendered = self._template.render(messages=told, add_generation_prompt=True)
         place = self.episode.at_rendered(rendered, encode)
@@ -121,6 +121,27 @@ def test_every_sampled_token_is_in_one_sample_after_what_it_was_sampled_after(te
             ids.append(token)
             last = is_sampled
     assert contexts == given
+
+
+KEEPS_THINKING_OF_THE_LAST_QUERY = (
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' and loop.index0 < ns.last %}"
+    "{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+"""As Qwen3's: thinking stays while tools are called, and is left out once the user speaks again."""
+
+
+def test_a_template_that_forgets_thinking_at_the_next_query_splits_the_episode_there_alone() -> None:
+    talk = Talk(KEEPS_THINKING_OF_THE_LAST_QUERY)
+    talk.ask("one", "hm</think>call")
+    talk.ask("found", "so</think>1", role="tool")
+    given = talk.ask("two", "2")
+    first, second = talk.samples()
+    assert first[2] == "hm</think>call<|end|>so</think>1<|end|>", "the tool's cycle is one sample"
+    assert second == (decode(given), "2<|end|>", "2<|end|>")
+    assert "</think>" not in second[0]
 
 
 def test_two_requests_that_continue_the_same_sample_do_not_train_it_twice() -> None:

@@ -51,7 +51,7 @@ FORMS = {
     "reward": "FILE.py:FUNCTION, reasoning_gym, math, exact, {http: URL}, or a list of named ones",
     "reward[]": "{name: NAME, python: FILE.py:FUNCTION} or {name: NAME, http: URL}, and a weight",
     "reward[].name": "lower-case letters, digits, - and _ (at most 32), a letter first, such as format",
-    "environment": "FILE.py:NAME, {python: FILE.py:NAME} or {command: [PROGRAM, ...]}",
+    "environment": "FILE.py:NAME, {python: FILE.py:NAME}, {command: [...]}, {verifiers: ...}, {openenv: ...}",
     "evaluation": "a section, or a list of sections, each with a name",
     "evaluation[]": "{name: NAME} with source, dataset or reasoning_gym, or without one for held-out prompts",
     "evaluation.name": "lower-case letters, digits, - and _ (at most 32), a letter first, such as aime24",

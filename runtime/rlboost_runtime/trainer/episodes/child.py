@@ -27,6 +27,7 @@ import msgspec
 from rlboost_runtime.inference.episodes import SOCKET_NAME
 from rlboost_runtime.protocol.episode_failures import EpisodeFailure
 from rlboost_runtime.trainer.episodes.framing import framed, read
+from rlboost_runtime.trainer.episodes.openenv import Unreachable, play_openenv
 from rlboost_runtime.trainer.episodes.outcome import (
     LOADED,
     EpisodeCall,
@@ -50,6 +51,8 @@ NUM_THREADS = 256
 
 def load(setup: EpisodeSetup, threads: Threads) -> Play:
     """Return how episodes are played. Raises whatever importing the user's file raises, or `ValueError`."""
+    if setup.openenv is not None:
+        return play_openenv(setup)
     if setup.python is None:
         return play_command(setup)
     found = import_callable(Path(setup.folder), setup.python)
@@ -113,7 +116,12 @@ class Player:
 
     def _raised(self, call: EpisodeCall, error: BaseException, folder: Path) -> Played:
         traceback.print_exception(error)
-        return Played(call.number, None, EpisodeFailure.RAISED, explain_exception(error, folder))
+        kind = EpisodeFailure.RAISED
+        if isinstance(error, MemoryError):
+            kind = EpisodeFailure.MEMORY
+        elif isinstance(error, Unreachable):
+            kind = EpisodeFailure.UNREACHABLE
+        return Played(call.number, None, kind, explain_exception(error, folder))
 
 
 def write(writer: asyncio.StreamWriter, played: Played) -> None:

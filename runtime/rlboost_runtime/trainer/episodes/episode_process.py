@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import pickle
 import signal
@@ -11,6 +12,7 @@ import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -23,6 +25,7 @@ from rlboost_runtime.trainer.episodes.outcome import (
     EpisodeSetup,
     Played,
 )
+from rlboost_runtime.trainer.episodes.taskset import CHILD
 from rlboost_runtime.trainer.rewards.pool import (
     LOAD_TIMEOUT_S,
     OUTPUT_LIMIT_BYTES,
@@ -30,7 +33,8 @@ from rlboost_runtime.trainer.rewards.pool import (
 )
 from rlboost_runtime.trainer.rewards.sandbox import Sandbox
 
-_decode = msgspec.msgpack.Decoder(Played).decode
+_of_ours = msgspec.msgpack.Decoder(Played).decode
+_of_foreign = msgspec.json.Decoder(Played).decode
 
 
 class EpisodeProcess:
@@ -41,6 +45,10 @@ class EpisodeProcess:
         self._sockets = sockets
         self._log_file = log_file
         self._sandbox = sandbox
+        self._decode = _of_ours
+        if setup.taskset is not None:
+            self._sandbox = replace(sandbox, program=setup.taskset.python, folders=(setup.taskset.tokenizer,))
+            self._decode = _of_foreign
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -65,9 +73,9 @@ class EpisodeProcess:
         ours, theirs = socket.socketpair()
         self._sockets.mkdir(mode=0o700, exist_ok=True)
         folder = os.open(self._sockets, os.O_PATH | os.O_DIRECTORY)
-        command = [sys.executable, "-P", "-m", "rlboost_runtime.trainer.episodes.child"]
+        command, environment = self._program()
         command += [str(theirs.fileno()), str(folder)]
-        command, environment = self._sandbox.around(command, Path(self._setup.folder), child_environment())
+        command, environment = self._sandbox.around(command, Path(self._setup.folder), environment)
         try:
             self._process = await asyncio.create_subprocess_exec(
                 *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
@@ -83,12 +91,19 @@ class EpisodeProcess:
         await self._load(reader)
         self._reading = asyncio.create_task(self._read(reader))
 
+    def _program(self) -> tuple[list[str], dict[str, str]]:
+        ours = child_environment()
+        if self._setup.taskset is None:
+            return [sys.executable, "-P", "-m", "rlboost_runtime.trainer.episodes.child"], ours
+        del ours["PYTHONPATH"]  # its Python has packages of its own
+        return [self._setup.taskset.python, "-P", str(CHILD)], ours
+
     async def _load(self, reader: asyncio.StreamReader) -> None:
-        name = self._setup.python or " ".join(self._setup.command or ())
+        name = self._setup.name
         try:
             self._send(self._setup)
             async with asyncio.timeout(LOAD_TIMEOUT_S):
-                loaded = _decode(await read(reader))
+                loaded = self._decode(await read(reader))
         except (EOFError, OSError, asyncio.IncompleteReadError) as error:
             await self.kill()
             raise ConfigError(
@@ -147,7 +162,7 @@ class EpisodeProcess:
 
     def _send(self, what: EpisodeSetup | EpisodeCall | int) -> None:
         assert self._writer is not None
-        data = pickle.dumps(what)
+        data = pickle.dumps(what) if self._setup.taskset is None else _as_json(what, self._setup)
         if self._writer.is_closing():
             raise ConnectionResetError("its connection is closed")
         self._writer.write(framed(data))
@@ -155,7 +170,7 @@ class EpisodeProcess:
     async def _read(self, reader: asyncio.StreamReader) -> None:
         try:
             while True:
-                played = _decode(await read(reader))
+                played = self._decode(await read(reader))
                 _, done = self._waiting.get(played.number, ("", None))
                 if done is not None and not done.done():
                     done.set_result(played)
@@ -183,3 +198,25 @@ async def _keep_output(stream: asyncio.StreamReader, path: Path) -> None:
             file.write(part[:left])
             file.flush()
             left = max(0, left - len(part))
+
+
+def _as_json(what: EpisodeSetup | EpisodeCall | int, setup: EpisodeSetup) -> bytes:
+    """Return a message to a process that has none of our packages."""
+    found: Any = what  # JSON
+    if isinstance(what, EpisodeSetup):
+        assert what.taskset is not None
+        limits = {
+            "max_turns": what.max_turns, "timeout_s": what.timeout_s, "memory_bytes": what.memory_bytes
+        }  # fmt: skip
+        found = what.taskset.told | limits
+    elif isinstance(what, EpisodeCall):
+        assert setup.taskset is not None
+        renderer = dict(setup.taskset.told["renderer"])
+        if renderer.get("name") == "default":
+            renderer = what.template_args | renderer
+            if what.template is not None:
+                renderer.setdefault("chat_template", what.template)
+        found = {
+            "number": what.number, "name": what.name, "key": what.key, "row": what.row, "renderer": renderer
+        }  # fmt: skip
+    return json.dumps(found).encode()

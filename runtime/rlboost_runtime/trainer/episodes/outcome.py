@@ -5,7 +5,7 @@ again, up to `environment.tries` times; then it is left out: it is not trained, 
 those of the others, and it is counted. One that was lost with the endpoint, or whose response was lost, says
 nothing of the environment and is played again without counting as a try. Where a process dies or hangs nobody
 knows which of its episodes is to blame: each is played again in a process of its own, and counts there. No
-failure becomes a reward of 0. An
+failure becomes a reward of 0: neither one that runs out of memory, nor one whose server vanished. An
 episode that asks for more turns or tokens than it may have has ended there: what its environment then says is
 its reward, and 0 where a function or program lets the refusal end it.
 """
@@ -13,20 +13,22 @@ its reward, and 0 where a function or program lets the refusal end it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from rlboost_runtime.errors import RuntimeFault
 from rlboost_runtime.inference.episodes import EpisodeRecord
+from rlboost_runtime.job.environment import OpenEnvServer
 from rlboost_runtime.protocol.episode_failures import WORDS, EpisodeFailure
+from rlboost_runtime.trainer.episodes.taskset import TasksetSetup
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeSetup:
-    """What plays episodes: `python` (`file.py:name` in `folder`) or `command`. `timeout_s` is for an episode;
-    `memory_bytes` bounds the process's address space."""
+    """What plays episodes: `python` (`file.py:name` in `folder`), `command`, `taskset` or `openenv`.
+    `timeout_s` is for an episode; `memory_bytes` bounds the process's address space."""
 
     folder: str
     python: str | None
@@ -34,6 +36,23 @@ class EpisodeSetup:
     max_turns: int
     timeout_s: float
     memory_bytes: int | None
+    taskset: TasksetSetup | None = None
+    openenv: OpenEnvServer | None = None
+
+    @property
+    def name(self) -> str:
+        """What people know the environment by."""
+        if self.taskset is not None:
+            return str(self.taskset.told["taskset"])
+        if self.openenv is not None:
+            return self.openenv.url or " ".join(self.openenv.command or ())
+        return self.python or " ".join(self.command or ())
+
+    @property
+    def times_itself(self) -> bool:
+        """True if its process ends an episode that takes too long by itself: it knows when the episode waits
+        for the model."""
+        return self.python is not None or self.openenv is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +66,8 @@ class EpisodeCall:
     messages: tuple[dict[str, Any], ...] | None
     row: dict[str, Any]  # any JSON object, or a reasoning-gym entry
     url: str = ""
+    template: str | None = None
+    template_args: dict[str, bool | int | float | str] = field(default_factory=dict)
 
 
 class Played(msgspec.Struct, frozen=True, array_like=True):

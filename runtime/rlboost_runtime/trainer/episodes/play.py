@@ -173,7 +173,7 @@ def play_class(kind: type, max_turns: int, threads: Threads) -> Play:
         client = client_of(call, own_time, transport)
         told = await threads.run(environment.reset, **_fitting(environment.reset, call.row))
         dialogue = Dialogue(client, call, "" if told is None else str(told))
-        with contextlib.suppress(_LimitMet):
+        with contextlib.suppress(LimitMet):
             if talks:
                 await _talk(environment, dialogue, max_turns, threads)
             else:
@@ -185,7 +185,7 @@ def play_class(kind: type, max_turns: int, threads: Threads) -> Play:
     return play
 
 
-class _LimitMet(Exception):
+class LimitMet(Exception):
     """The episode asked for more than it may have."""
 
 
@@ -217,7 +217,7 @@ class Dialogue:
             reply = await self._client.chat.completions.create(model=MODEL, messages=messages, tools=offered)
         except openai.BadRequestError as refusal:
             if is_limit(refusal):
-                raise _LimitMet from refusal
+                raise LimitMet from refusal
             raise
         said = reply.choices[0].message
         self._messages.append(said.model_dump(exclude_none=True))
@@ -353,6 +353,8 @@ def program_environment() -> dict[str, str]:
 def _reward_of(code: int, out: bytes, err: bytes) -> object:
     if code:
         said = err.decode(errors="replace").strip().splitlines()
+        if said and said[-1].startswith("MemoryError"):
+            raise MemoryError(f"exit code {code}")
         raise ChildProcessError(f"exit code {code}: {said[-1] if said else 'it printed nothing'}")
     lines = out.decode(errors="replace").strip().splitlines()
     last = lines[-1] if lines else ""

@@ -47,6 +47,7 @@ from rlboost_runtime.trainer.episodes.outcome import (
     Played,
 )
 from rlboost_runtime.trainer.episodes.results import EpisodeFiles, StepKey
+from rlboost_runtime.trainer.episodes.taskset import taskset_setup
 from rlboost_runtime.trainer.rewards.sandbox import Sandbox
 from rlboost_runtime.trainer.rewards.scorer import default_processes, memory_limit
 
@@ -87,15 +88,17 @@ class StepOfEpisodes:
         return StepKey(self.step, self.policy_version, digest.hexdigest())
 
 
-def setup_of(job: Job, files: Path) -> EpisodeSetup:
-    """Return how a job's episodes are played; its files lie in `files`."""
+def setup_of(job: Job, files: Path, tokenizer: Path) -> EpisodeSetup:
+    """Return how a job's episodes are played; its files lie in `files`. Raises what `taskset_setup` does."""
     settings = job.episodes
     assert settings is not None
     return EpisodeSetup(
         folder=str(files.absolute()), python=settings.python,
         command=None if settings.command is None else tuple(settings.command),
         max_turns=settings.max_turns, timeout_s=settings.timeout_s,
-        memory_bytes=memory_limit(job.reward_memory_mib),
+        memory_bytes=memory_limit(job.reward_memory_mib), openenv=settings.openenv,
+        taskset=None if settings.verifiers is None
+        else taskset_setup(settings.verifiers, files, tokenizer),
     )  # fmt: skip
 
 
@@ -105,7 +108,9 @@ def try_to_load(job: Job, files: Path, scratch: Path) -> None:
     async def load() -> None:
         sandbox = Sandbox.of(job).or_off(lambda problem: None)
         log_file = scratch / "environment.log"
-        process = EpisodeProcess(setup_of(job, files), scratch / "sockets", log_file, sandbox)
+        process = EpisodeProcess(
+            setup_of(job, files, scratch / "tokenizer"), scratch / "sockets", log_file, sandbox
+        )
         await process.start()
         await process.kill()
 
@@ -192,6 +197,7 @@ class EpisodeRunner:
         self._sandbox = Sandbox.of(self._job).or_off(
             lambda problem: event(log, "environment.no_sandbox", level=logging.WARNING, problem=problem)
         )
+        self._setup = setup_of(self._job, self._run.files, self._run.tokenizer)
         self._slots = asyncio.Semaphore(self._settings.concurrency)
         self._suspects = asyncio.Semaphore(SUSPECTS)
         self._starting = asyncio.Lock()
@@ -215,8 +221,7 @@ class EpisodeRunner:
         )  # fmt: skip
 
     async def _new_process(self) -> EpisodeProcess:
-        setup = setup_of(self._job, self._run.files)
-        process = EpisodeProcess(setup, self._run.sockets, self._log_file, self._sandbox)
+        process = EpisodeProcess(self._setup, self._run.sockets, self._log_file, self._sandbox)
         await process.start()
         return process
 
@@ -308,7 +313,17 @@ class EpisodeRunner:
         await self._open(opening)
         process = await (self._new_process() if alone else self._process())
         url = str((read_json(self._run.episodes_endpoint) or {}).get("url", ""))
-        call = EpisodeCall(0, name, key, prompt.text, prompt.messages, prompt.row, url)
+        call = EpisodeCall(
+            0,
+            name,
+            key,
+            prompt.text,
+            prompt.messages,
+            prompt.row,
+            url,
+            prompt.chat.template,
+            prompt.chat.args,
+        )
         playing = asyncio.create_task(process.play(call))
         try:
             await self._watch(playing, process, name)
@@ -320,9 +335,11 @@ class EpisodeRunner:
         return played, await self._close(name)
 
     async def _watch(self, playing: asyncio.Task[Played], process: EpisodeProcess, name: str) -> None:
-        """Wait for an episode; kill a process that does not end it in time, end a program's."""
+        """Wait for an episode; kill a process that does not end it in time. Where the process does not know
+        the time, have it end the episode first."""
         began = time.monotonic()
-        limit_s = self._settings.timeout_s + (GRACE_S if self._settings.command is None else 0.0)
+        is_told = self._setup.times_itself
+        limit_s = self._settings.timeout_s + (GRACE_S if is_told else 0.0)
         while not playing.done():
             left = began + limit_s - time.monotonic()
             await asyncio.wait({playing}, timeout=max(WATCH_S, left))
@@ -331,10 +348,11 @@ class EpisodeRunner:
             clock = await self._clock(name)
             if clock is None or clock.is_waiting or time.monotonic() - began - clock.model_s < limit_s:
                 continue
-            if self._settings.command is None:
+            if is_told:
                 await process.kill(hung=True)
             else:
                 process.end(name)
+                is_told, limit_s = True, time.monotonic() - began - clock.model_s + GRACE_S
 
     async def _process(self) -> EpisodeProcess:
         """Return a process that may play another episode."""

@@ -48,6 +48,8 @@ class Sandbox:
     """Names of the job's own environment variables."""
     program: str = ""
     """Of the job's environment, where that is a command; its Python environment is there to read."""
+    folders: tuple[str, ...] = ()
+    """What else is there to read."""
 
     @classmethod
     def of(cls, job: Job) -> Sandbox:
@@ -55,10 +57,8 @@ class Sandbox:
         cloud are the fleet's, not the reward's."""
         of_clouds = {name for cloud in known_clouds().values() for name in cloud.credential_variables}
         secrets = [name for name in job.secrets if name not in of_clouds] if job.reward_network else []
-        command = job.episodes.command if job.episodes else None
-        return cls(
-            job.reward_sandbox, job.reward_network, (*job.env, *secrets), command[0] if command else ""
-        )
+        program = job.episodes.program if job.episodes else ""
+        return cls(job.reward_sandbox, job.reward_network, (*job.env, *secrets), program)
 
     def problem(self) -> str:
         """Return why this machine has no such sandbox; "" if it has, or if none is asked for.
@@ -92,7 +92,7 @@ class Sandbox:
         return [
             *_namespaces(),
             *network,
-            *_mounts(files, self.program),
+            *_mounts(files, self.program, self.folders),
             "--chdir",
             str(files),
             "--",
@@ -115,7 +115,7 @@ def _namespaces() -> list[str]:
     return ["bwrap", "--unshare-all", "--die-with-parent", "--new-session"]
 
 
-def _mounts(files: Path, program: str) -> Iterator[str]:
+def _mounts(files: Path, program: str, folders: Iterable[str]) -> Iterator[str]:
     """Yield options: all is there to read, then the hidden folders are covered, then what a process needs is
     uncovered again."""
     yield from ("--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc")
@@ -124,7 +124,7 @@ def _mounts(files: Path, program: str) -> Iterator[str]:
     hidden = _outermost(Path(each) for each in (*_HIDDEN, Path.home(), run_folder.home()))
     for each in hidden:
         yield from ("--size", str(_SCRATCH_BYTES), "--tmpfs", str(each))
-    for each in _outermost([*_needed(files), *_needed_by(program)]):
+    for each in _outermost([*_needed(files), *_needed_by(program), *map(Path, folders)]):
         if any(each.is_relative_to(covered) for covered in hidden):
             yield from ("--ro-bind", str(each), str(each))
 
