@@ -150,6 +150,12 @@ def free_below(parent: Path) -> None:
             free(folder)
 
 
+def free_held() -> None:
+    """Do the same for all that this process holds; for a process that runs without a supervisor."""
+    for target in list(_holds):
+        _delete_last(target)
+
+
 def sweep(roots: Iterable[Path] = (MEMORY,)) -> int:
     """Delete what of ours no process holds; return its bytes."""
     freed = 0

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from rlboost_runtime.logs import event
+from rlboost_runtime.run.paced_file import PacedFile
 from rlboost_runtime.weights.manifest import (
     Manifest,
     Probe,
@@ -77,7 +78,7 @@ class WeightsCopy:
 
     def write(self, path: Path) -> None:
         """Write the file."""
-        with path.open("wb") as file:
+        with PacedFile(path) as file:
             file.write(self._header)
             file.write(self._bytes.numpy().data)
 
@@ -208,7 +209,7 @@ class Publisher(BackgroundWork):
         if self._frozen_in is None:
             self._copy.take(content.weights())
         self._looked_at = None
-        self._prepare(self._copy.num_bytes)
+        self._prepare(self._copy.num_bytes if self._frozen_in is None else 0)
         stop_s = time.monotonic() - started
         self.start(lambda: self._publish(version, configs, probe, content, stop_s))
         return stop_s

@@ -102,7 +102,7 @@ class VersionPlacing:
 
     def _why_not(self, root: Path, needs: int) -> str | None:
         if not root.is_dir():
-            return f"there is no folder {root}"
+            return f"{root} does not exist"
         room = in_memory.room_in(root)
         others = self._others() if in_memory.is_memory(root) else 0
         if needs + others <= room:
