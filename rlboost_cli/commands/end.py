@@ -252,7 +252,11 @@ def gc(
     from rlboost_cli.runs import sweep
     from rlboost_cli.terminal import output
     from rlboost_runtime.errors import ConfigError
+    from rlboost_runtime.run import in_memory
 
+    freed = 0 if dry_run else in_memory.sweep()
+    if freed:
+        output.progress(f"freed {freed / 1e9:.2f} GB of main memory that killed runs had left")
     with output.working() as say:
         found = sweep.look(say, cloud or ())
     wanted = [s for s in found.strays if (s.is_ours or all_owners) and not s.is_head_with_results]

@@ -20,6 +20,7 @@ from rlboost_cli.terminal.text import left_lines
 from rlboost_runtime.billing.books import close_books, unsettled
 from rlboost_runtime.errors import RLBoostError
 from rlboost_runtime.processes import end_all, tagged
+from rlboost_runtime.run import in_memory
 from rlboost_runtime.run.create import kept, stored_job
 from rlboost_runtime.run.folder import RunFolder, write_json
 from rlboost_runtime.run.index import is_supervised
@@ -76,10 +77,11 @@ def end_without_head(run: RunFolder, progress: Callable[[str], None]) -> Teardow
 def _end_here(run: RunFolder, progress: Callable[[str], None]) -> Teardown:
     _ask_coordinator(run, progress)
     progress(f"ending the processes of {run.name} that are left")
-    processes = end_all(run.path, TERM_GRACE_S)
-    progress(f"ending the machines of {run.name} that are left")
     from rlboost_runtime.supervisor.machines import end_machines
 
+    processes = end_all(run.path, TERM_GRACE_S)
+    in_memory.free_run(run)
+    progress(f"ending the machines of {run.name} that are left")
     try:
         with _its_environment(run):
             ended = end_machines(stored_job(run), run, progress)

@@ -65,7 +65,7 @@ def rows(learner: Learner) -> dict[str, torch.Tensor]:
 
 
 def slow_disk(lock: Path) -> None:
-    write = sharded_state._HashedFile._write_all
+    write = sharded_state._HashedFile.write_piece
 
     def slowly(self: Any, piece: memoryview) -> None:
         with lock.open("w") as file:
@@ -73,7 +73,7 @@ def slow_disk(lock: Path) -> None:
             write(self, piece)
             time.sleep(len(piece) / DISK_BYTES_PER_S)
 
-    sharded_state._HashedFile._write_all = slowly  # type: ignore[method-assign]
+    sharded_state._HashedFile.write_piece = slowly  # type: ignore[method-assign]
 
 
 def keep_truth(learner: Learner, ranks: Ranks, folder: Path) -> None:

@@ -16,6 +16,7 @@ import psutil
 from ruamel.yaml import YAML
 
 from rlboost_runtime.processes import kill_tagged
+from rlboost_runtime.run import in_memory
 from rlboost_runtime.run.folder import RunFolder
 
 START_TIMEOUT_S = 180.0
@@ -203,3 +204,4 @@ def cli_of_its_own(folder: Path) -> Iterator[Cli]:
     finally:
         for run in (home / "runs").glob("*"):
             kill_tagged(run)
+        in_memory.sweep()

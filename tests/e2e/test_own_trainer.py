@@ -29,6 +29,7 @@ def shortened(home: Path) -> Path:
     fields["algorithm"] |= {"steps": STEPS}
     fields["rollout"]["engine_args"]["tokens_per_s_per_response"] = 8
     fields["rollout"]["spot"]["any_of"][0].pop("market")
+    fields["weights"] = {"keep_in": "disk"}  # where they are still to be seen after the end
     fields["evidence"] = {"keep_journal": True, "count_tokens": True}
     with path.open("w") as file:
         YAML().dump(fields, file)

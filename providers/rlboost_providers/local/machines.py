@@ -34,6 +34,7 @@ from rlboost_runtime.processes import (
     tagged_by_machine,
     tags,
 )
+from rlboost_runtime.run import in_memory
 from rlboost_runtime.run.folder import RunFolder, locked, write_atomically, write_json
 
 _MACHINE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
@@ -213,6 +214,7 @@ class LocalMachines:
         ended_at = time.time() if at is None else at
         folder = self.folder(record.machine)
         (folder / "bootstrap.json").unlink(missing_ok=True)
+        in_memory.free_below(folder / "weights")
         shutil.rmtree(folder / "weights", ignore_errors=True)
         return self.write(msgspec.structs.replace(record, ended_at=ended_at, detail=detail))
 

@@ -39,6 +39,8 @@ class Bootstrap(msgspec.Struct, frozen=True, omit_defaults=True):
     """How versions are fetched (`weights.child_pipe.TransferSettings`)."""
     weight_store: str = ""
     """The head's store, for agents on the head itself."""
+    weights_in: str = "disk"
+    """Where versions are kept (`weights.keep_in` of the job)."""
     weight_bucket: str = ""
     """URL of a bucket that has the versions too."""
     weight_peers: bool = False

@@ -58,6 +58,7 @@ from rlboost_runtime.protocol.messages import (
 )
 from rlboost_runtime.protocol.session import Conversation, CoordinatorSession, RunIsOver
 from rlboost_runtime.protocol.transport import connect
+from rlboost_runtime.run import in_memory
 from rlboost_runtime.seams import Clock, SystemClock, Transport
 from rlboost_runtime.weights.child_pipe import PullRequest, PullSource, SourceKind, TransferSettings
 
@@ -378,6 +379,8 @@ def system_seams(bootstrap: Bootstrap, instance: str, folder: Path) -> Seams:
         require_gpus(promised, driver.num_gpus, driver)
     url = bootstrap.coordinator_url.rstrip("/") + "/v1/agent"
     weights = _weights(folder, instance)
+    in_memory.sweep(in_memory.roots(bootstrap.weights_in))
+    in_memory.drop_dead_link(weights)
     weights.mkdir(parents=True, exist_ok=True)
 
     def dial() -> Awaitable[Transport]:
@@ -411,6 +414,7 @@ def pull_template(bootstrap: Bootstrap, instance: str, folder: Path) -> PullRequ
         streams=bootstrap.weight_streams,
         extra_sources=(PullSource("bucket", SourceKind.BUCKET, bucket),) if bucket else (),
         store=bootstrap.weight_store,
+        keep_in=bootstrap.weights_in,
         siblings=tuple(str(_weights(folder, other)) for other in others),
         transfer=TransferSettings(bootstrap.weight_transfer),
         usd_per_gb=bootstrap.egress_usd_per_gb,

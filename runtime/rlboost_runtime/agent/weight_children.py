@@ -22,6 +22,7 @@ import msgspec
 from rlboost_runtime.errors import RuntimeFault
 from rlboost_runtime.logs import event
 from rlboost_runtime.protocol.messages import LoadVersionMessage, PeerListening
+from rlboost_runtime.run import in_memory
 from rlboost_runtime.seams import Backoff
 from rlboost_runtime.weights.child_pipe import (
     ChildFailure,
@@ -134,6 +135,7 @@ class Puller:
             while line := await stdout.readline():
                 match _pull_decoder.decode(line):
                     case PullReport() as report:
+                        in_memory.hold(Path(self._template.folder))  # the child's hold ends with it
                         self._note_report(report)
                         return report
                     case ChildFailure(problem=problem):

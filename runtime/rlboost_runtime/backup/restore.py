@@ -183,7 +183,9 @@ def _bring_whole(bucket: ObjectStore, name: str, copy: WholeCopy, draft: RunFold
 def _place_of(name: str) -> str:
     """Return where a file is restored: manifests of versions that this head does not have are put aside."""
     parts = name.split("/")
-    return f"weights/former/{parts[1]}.json" if parts[0] == "weights" and parts[1] != "former" else name
+    if parts[0] != "weights":
+        return name
+    return f"former_versions/{parts[2] if parts[1] == 'former' else f'{parts[1]}.json'}"
 
 
 def _whole(bucket: ObjectStore, copy: WholeCopy) -> bytes:

@@ -21,7 +21,7 @@ LEDGER = "ledger.sqlite"
 SNAPSHOT = "events.snapshot"
 _MOST_BYTES_AT_ONCE = 8 * 1024 * 1024
 _SINGLE = ("job.yaml", "job.json", "plan.json", "forked.json", "notified.json", "cloud/bought.json")
-_MANIFESTS = ("weights/v*/manifest.json", "weights/former/v*.json")
+_MANIFESTS = ("weights/v*/manifest.json", "weights/former/v*.json", "former_versions/v*.json")
 
 
 def small_files(run: RunFolder) -> Iterator[str]:

@@ -37,6 +37,7 @@ from rlboost_runtime.protocol.status import (
     TokenCounts,
     TrainerStatus,
 )
+from rlboost_runtime.run import in_memory
 from rlboost_runtime.run.folder import read_json
 
 REWARD_HISTORY = 1000
@@ -128,7 +129,11 @@ def build_status(sources: StatusSources, now_wall: float) -> dict[str, Any]:
         seeding=SeedingStatus(core.seeding.t_seed_s, core.useful_instances, str(core.lease)),
         machines=_machines(sources, now_wall),
         instances=_instances(sources),
-        weights={**agents.weights.as_json(), "egress": _egress(ledger)},
+        weights={
+            "kept_in": str(in_memory.root_of(sources.state.run.weights) or "disk"),
+            **agents.weights.as_json(),
+            "egress": _egress(ledger),
+        },
         cost=CostSoFar(
             spent_usd=ledger.total_micro_usd(now_wall) / 1e6,
             rate_usd_per_hour=ledger.rate_micro_usd_per_hour() / 1e6,

@@ -50,6 +50,7 @@ def make_bootstrap(
         weight_streams=job.weights.streams,
         weight_transfer="auto" if job.weights.transfer == "lora" else job.weights.transfer,
         weight_store=str(run.weights) if pool == Pool.RESERVED else "",
+        weights_in=job.weights.keep_in,
         weight_bucket=run.place_in(job.weights.bucket) if job.weights.bucket else "",
         weight_peers=job.weights.peers and pool != Pool.RESERVED,
     )

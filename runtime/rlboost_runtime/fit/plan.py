@@ -11,6 +11,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from pathlib import Path
+
+import psutil
 
 from rlboost_providers.base.accelerators import memory_bytes
 from rlboost_providers.base.traits import cloud_traits
@@ -74,6 +77,10 @@ class FitPlan:
     """Main memory of an engine on a CPU: weights, and a whole context for each response that may run."""
     disk: int
     """The run's folder at its fullest, with what is installed on a machine that is bought."""
+    versions: int = 0
+    """Main memory for the versions that the head keeps, while they are not on its disk."""
+    received: int = 0
+    """The same at a machine that receives them."""
     disk_range: tuple[float, float] = (0.0, math.inf)
     """Least and most throughput that its disk can have, in bytes per second; without limits if not known."""
 
@@ -96,7 +103,8 @@ class FitPlan:
 
     @property
     def host(self) -> int:
-        """Main memory of all ranks, with each one's copy for a checkpoint, and the version of rank 0."""
+        """Main memory of all ranks, with each one's copy for a checkpoint, and the version of rank 0; without
+        `versions`, which are on the disk where they have no room."""
         each = self.host_per_rank if self.setup.on_gpu else sum(self.gpu_parts.values())
         beside = self.checkpoint + self.version + self.setup.reference
         return self.setup.ranks * (PROCESS_BYTES + each) + beside
@@ -139,6 +147,8 @@ class FitPlan:
             "host_gb": round(self.host / GB, 2), "host_per_rank_gb": round(self.host_per_rank / GB, 2),
             "disk_gb": round(self.disk / GB, 2), "disk_mb_per_s": round(self.disk_bytes_per_s / 1e6, 1),
             "version_gb": round(self.version / GB, 2), "checkpoint_gb": round(self.checkpoint / GB, 2),
+            "versions_memory_gb": round(self.versions / GB, 2),
+            "receiver_memory_gb": round(self.received / GB, 2),
             "handover_s": round(self.handover_s, 2), "publication_s": round(self.publication_s, 2),
             "checkpoint_copy_s": round(self.checkpoint_copy_s, 2),
             "checkpoint_write_s": round(self.checkpoint / self.disk_bytes_per_s, 2),
@@ -162,6 +172,7 @@ class FitPlan:
             f" {sum(parts.values()) / GB:.1f}",
             f"           passes of up to {setup.tokens:,} tokens; {switches}",
             f"           main memory {self.host / GB:,.0f} GB, {self.host_per_rank / GB:.1f} GB per rank",
+            *self._version_lines(),
             f"  disk     {self.disk / GB:,.0f} GB; if it writes {self.disk_bytes_per_s / 1e6:,.0f} MB/s,",
             f"           a version of {self.version / GB:.1f} GB takes"
             f" {self.version / self.disk_bytes_per_s:.0f} s,"
@@ -169,6 +180,15 @@ class FitPlan:
             f"  seconds  hand-over {self.handover_s:.1f} each way, publication {self.publication_s:.0f},"
             f" copy for a checkpoint {self.checkpoint_copy_s:.1f}",
             "           (this and the above: computed from config.json, not measured)",
+        ]
+
+    def _version_lines(self) -> list[str]:
+        if not self.versions:
+            return []
+        return [
+            f"           {self.versions / GB:,.1f} GB more for weight versions, and"
+            f" {self.received / GB:,.1f} GB on a machine",
+            "           that receives them; where that is not free, they are on the disk",
         ]
 
 
@@ -192,8 +212,29 @@ def fit_plan(job: Job, shape: TransformerShape, gpu_has: int | None = None) -> F
         checkpoint,
         engine=PROCESS_BYTES + version + context * _running(job),
         disk=_disk_bytes(job, shape, version, checkpoint),
+        versions=_num_versions(job) * version if job.weights.keep_in == "auto" else 0,
+        received=KEPT_VERSIONS * version if job.weights.keep_in == "auto" else 0,
         disk_range=_disk_range(job.trainer),
     )
+
+
+def _num_versions(job: Job) -> int:
+    return KEPT_VERSIONS + job.algorithm.max_staleness
+
+
+def host_bytes_to_come(job: Job, files: Path) -> int:
+    """Return the main memory that trainer and engines will take of this machine beyond what this process, a
+    trainer that has its model, has now. `files`: the run's copies of the user's files."""
+    try:
+        shape = find_shape(job.model, files)
+    except ConfigError:
+        shape = None
+    if shape is None:
+        return 0
+    plan = fit_plan(job, shape)
+    on_cpus = job.trainer.local_engines if plan.gpu_has is None else 0
+    engines = on_cpus + job.rollout.most_spot_engines(here=True)
+    return max(0, plan.host - psutil.Process().memory_info().rss) + engines * plan.engine
 
 
 def _running(job: Job) -> int:
@@ -370,7 +411,7 @@ def _disk_bytes(job: Job, shape: TransformerShape, version: int, checkpoint: int
     Reserved engines read the versions of the head; machines of the local provider have their own.
     """
     here = job.rollout.most_spot_engines(here=True) if job.rollout.spot.local_offers else 0
-    versions = (1 + here) * (KEPT_VERSIONS + job.algorithm.max_staleness) * version
+    versions = (1 + here) * _num_versions(job) * version
     bought = SOFTWARE_BYTES + CAST * shape.parameters if job.trainer.is_bought else 0
     kept = 0 if job.only_serves else (job.trainer.keep_checkpoints + 1) * checkpoint
     return kept + WEIGHT * shape.parameters + versions + bought + BESIDE_BYTES

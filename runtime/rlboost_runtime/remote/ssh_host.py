@@ -82,8 +82,16 @@ def end(base: Path, request: Record, detail: str) -> Record | None:
         record.update(ended_at=time.time(), detail=detail)
         write(folder / "machine.json", record)
         (folder / "bootstrap.json").unlink()
-        shutil.rmtree(str(folder / "weights"), ignore_errors=True)
+        forget(folder / "weights")
     return record
+
+
+def forget(weights: Path) -> None:
+    """Delete the machine's versions, also where an engine's folder is a link into main memory."""
+    for each in weights.iterdir() if weights.is_dir() else ():
+        if each.is_symlink() and each.resolve().parent.name == f"rlboost-{os.getuid()}":
+            shutil.rmtree(str(each.resolve()), ignore_errors=True)
+    shutil.rmtree(str(weights), ignore_errors=True)
 
 
 def preempt(base: Path, request: Record) -> Record:

@@ -48,6 +48,7 @@ _MAY_CHANGE = (
     *("algorithm.micro_batch_responses:", "rollout.engine_args.max_running:", "rollout.vllm_args"),
     *("trainer.keep_checkpoints:", "trainer.checkpoint_every_steps:", "trainer.disk_gb:", "output:"),
     *("trainer.activation_checkpointing:", "trainer.optimizer_offload:", "trainer.micro_batch_tokens:"),
+    *("weights.keep_in:",),
     *("env.", "env:", "secrets", "requirements", "notify"),
 )
 """Fields that may differ when an ended run is resumed: to spend more, to train longer, to wait longer for a

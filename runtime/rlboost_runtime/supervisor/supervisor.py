@@ -37,6 +37,7 @@ from rlboost_runtime.billing.books import close_books
 from rlboost_runtime.errors import DISK_ERRNOS, RLBoostError, RuntimeFault
 from rlboost_runtime.logs import Explanation, event, explain, last_explanation, last_line, setup
 from rlboost_runtime.processes import end_all, kill_tagged
+from rlboost_runtime.run import in_memory
 from rlboost_runtime.run.create import kept
 from rlboost_runtime.run.folder import (
     RunFolder,
@@ -105,6 +106,7 @@ class Supervisor:
             async with asyncio.TaskGroup() as group:
                 keepers = [group.create_task(self._keep(role)) for role in self._roles]
                 while not self._run.outcome.exists() and not self._stop.is_set():
+                    in_memory.hold(self._run.weights)
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(self._stop.wait(), self._tuning.look_s)
                 for keeper in keepers:
@@ -196,6 +198,7 @@ class Supervisor:
         self._try_to_end_machines()
         ended = end_all(self._run.path, self._tuning.grace_s)
         self._try_to_end_machines()  # one that the coordinator was launching when it was ended
+        in_memory.free_run(self._run)
         if self._run.outcome.exists():
             self._close_books()
             give_up_reserve(self._run)
@@ -306,6 +309,8 @@ async def serve(run: RunFolder) -> bool:
     Returns False if it failed and the disk had no room for the outcome.
     """
     job = read_resolved(run.job_json)
+    if freed := in_memory.sweep(in_memory.roots(job.weights.keep_in)):
+        event(log, "memory.swept", num_bytes=freed)
     supervisor = Supervisor(run, roles_of(job, run), lambda: end_machines(job, run))
     for name in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(name, supervisor.stop)

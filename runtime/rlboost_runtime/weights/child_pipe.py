@@ -92,6 +92,8 @@ class PullRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """Expected of the link."""
     serves: bool = False
     """Whether an engine here serves an older version meanwhile."""
+    keep_in: str = "disk"
+    """The job's `weights.keep_in`."""
     receiver: str = ""
     """Who pulls: servers give each receiver a share."""
 

@@ -71,6 +71,7 @@ JOB = {
     "reward": "rewards.py:score",
     "reward_timeout_s": 20.0,
     "trainer": {"checkpoint_every_steps": 1},
+    "weights": {"keep_in": "disk"},
     "algorithm": {
         "group_size": SIZE, "prompts_per_step": GROUPS, "steps": STEPS, "learning_rate": 1e-3,
         "minibatches_per_step": 2, "micro_batch_responses": 4, "max_response_tokens": 6,

@@ -15,6 +15,7 @@ import torch
 
 from rlboost_runtime.errors import ConfigError, RuntimeFault
 from rlboost_runtime.job import Algorithm, TinyModel
+from rlboost_runtime.run import paced_file
 from rlboost_runtime.run.checkpoints import saved_steps, step_folder
 from rlboost_runtime.trainer.artifacts import checkpoint
 from rlboost_runtime.trainer.artifacts.checkpoint import (
@@ -23,7 +24,6 @@ from rlboost_runtime.trainer.artifacts.checkpoint import (
     TrainedState,
     TrainingState,
 )
-from rlboost_runtime.trainer.learn import sharded_state
 from rlboost_runtime.trainer.learn.learner import Learner
 from rlboost_runtime.trainer.learn.policy import Policy
 from rlboost_runtime.trainer.models.tiny import make_model, make_tokenizer
@@ -63,7 +63,7 @@ def test_a_checkpoint_is_said_once_it_is_complete_and_training_goes_on_meanwhile
         assert may_go_on.wait(10)
         sync(descriptor)
 
-    monkeypatch.setattr(sharded_state.os, "fdatasync", slowly)
+    monkeypatch.setattr(os, "fdatasync", slowly)
 
     def said(step: int) -> None:
         durable.append((step, saved_steps(tmp_path)))
@@ -85,7 +85,7 @@ def test_what_goes_wrong_is_raised_at_the_next_checkpoint_and_nothing_is_said(
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(sharded_state.os, "fdatasync", full)
+    monkeypatch.setattr(os, "fdatasync", full)
     durable: list[int] = []
     with writer(tmp_path, training, durable.append) as found:
         save(found, 0)
@@ -124,21 +124,28 @@ def test_other_files_never_wait_for_a_whole_checkpoint(
 ) -> None:
     """What waits for the disk is bounded, whatever the size of a tensor."""
     waiting, most = dict[int, int](), [0]
-    write_all, sync = sharded_state._HashedFile._write_all, os.fdatasync
+    write_piece, write_out = paced_file.PacedFile.write_piece, paced_file._write_out
+    sync = os.fdatasync
 
-    def noting(self: sharded_state._HashedFile, piece: memoryview) -> None:
+    def noting(self: paced_file.PacedFile, piece: memoryview) -> None:
         waiting[self.fileno()] = waiting.get(self.fileno(), 0) + len(piece)
         most[0] = max(most[0], *waiting.values())
-        write_all(self, piece)
+        write_piece(self, piece)
+
+    def written(descriptor: int, start: int, num_bytes: int) -> None:
+        waiting[descriptor] -= num_bytes
+        write_out(descriptor, start, num_bytes)
 
     def synced(descriptor: int) -> None:
-        waiting.pop(descriptor, None)
+        assert waiting.pop(descriptor) == 0, "the rest is written out before"
         sync(descriptor)
 
-    monkeypatch.setattr(sharded_state, "LEAST_BYTES", 500)
-    monkeypatch.setattr(sharded_state, "MOST_BYTES", 1000)
-    monkeypatch.setattr(sharded_state._HashedFile, "_write_all", noting)
-    monkeypatch.setattr(sharded_state.os, "fdatasync", synced)
+    monkeypatch.setattr(paced_file, "LEAST_BYTES", 500)
+    monkeypatch.setattr(paced_file, "MOST_BYTES", 1000)
+    monkeypatch.setattr(paced_file, "_paces", {})
+    monkeypatch.setattr(paced_file.PacedFile, "write_piece", noting)
+    monkeypatch.setattr(paced_file, "_write_out", written)
+    monkeypatch.setattr(paced_file.os, "fdatasync", synced)
     folder = write(tmp_path, training, 0)
     assert (folder / "__0_0.distcp").stat().st_size > 20_000
     assert 0 < most[0] <= 1000

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from rlboost_runtime.logs import event
+from rlboost_runtime.run.paced_file import PacedFile
 from rlboost_runtime.weights.manifest import (
     Manifest,
     Probe,
@@ -70,9 +71,14 @@ class WeightsCopy:
             left.discard(name)
         assert not left, f"weights missing: {sorted(left)[:3]}"
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the file, once there was a copy."""
+        return len(self._header) + self._bytes.nbytes
+
     def write(self, path: Path) -> None:
         """Write the file."""
-        with path.open("wb") as file:
+        with PacedFile(path) as file:
             file.write(self._header)
             file.write(self._bytes.numpy().data)
 
@@ -174,12 +180,22 @@ class BackgroundWork:
 class Publisher(BackgroundWork):
     """The writer of weight versions; see the module."""
 
-    def __init__(self, store: WeightStore, dtype: str, on_published: Callable[[Publication], None]) -> None:
-        """`dtype`: what engines compute in; `on_published` is called on the publisher's thread."""
+    def __init__(
+        self,
+        store: WeightStore,
+        dtype: str,
+        on_published: Callable[[Publication], None],
+        prepare: Callable[[int], None] = lambda num_bytes: None,
+    ) -> None:
+        """`dtype`: what engines compute in; `on_published` is called on the publisher's thread; `prepare`
+        before a version of so many bytes is put into the store."""
         super().__init__("publish")
         self._store = store
         self._copy = WeightsCopy(dtype)
         self._on_published = on_published
+        self._prepare = prepare
+        self._looked_at: VersionContent | None = None
+        """What the copy is of, until the first publication: nothing was trained meanwhile."""
         self._frozen_in: Path | None = None
         """The newest version whose weights are the frozen ones."""
 
@@ -192,12 +208,16 @@ class Publisher(BackgroundWork):
             self._frozen_in = None
         if self._frozen_in is None:
             self._copy.take(content.weights())
+        self._looked_at = None
+        self._prepare(self._copy.num_bytes if self._frozen_in is None else 0)
         stop_s = time.monotonic() - started
         self.start(lambda: self._publish(version, configs, probe, content, stop_s))
         return stop_s
 
     def find_stored(self, content: VersionContent) -> Manifest | None:
         """Return the newest stored version with exactly this content: one published by an earlier process."""
+        self._take_once(content)
+        self._prepare(self._copy.num_bytes)
         self._store.put_damaged_aside()
         versions = self._store.versions()
         if not versions:
@@ -213,11 +233,18 @@ class Publisher(BackgroundWork):
         digest = self._digest(content) if former else ""
         return next((each.version for each in former if each.content_digest == digest), None)
 
+    def _take_once(self, content: VersionContent) -> None:
+        """Copy the weights, unless that is what was done last."""
+        self.ready()
+        if self._looked_at is not content:
+            self._copy.take(content.weights())
+            self._looked_at = content
+
     def _digest(self, content: VersionContent) -> str:
         """Return the digest that a version with this content has."""
-        self.ready()
-        self._copy.take(content.weights())
-        with scratch_folder(self._store.folder.parent) as folder:
+        self._take_once(content)
+        folder = self._store.folder
+        with scratch_folder(folder.resolve() if folder.is_symlink() else folder.parent) as folder:
             self._write(folder, content.configs())
             paths = sorted(folder.iterdir())
             return content_digest([describe_file(path, self._store.chunk_bytes) for path in paths])

@@ -5,8 +5,8 @@ training stands still for the copy alone. Any number of ranks reads them: `Store
 rows a rank keeps. A weight's name there is its own after "model.", its moments' after "exp_avg." and
 "exp_avg_sq."; all are float32, tied ones once.
 
-Guarantees: a file is durable when it is complete, and on its way there at most `SYNC_S` worth of it waits for
-the disk, so that an fsync of another file, such as the journal's, never waits for a whole checkpoint.
+Guarantees: a file is durable when it is complete, and on its way there it is handed to the disk in small
+pieces (`run.paced_file`), so that a sync of another file, such as the journal's, hardly waits for it.
 Digests are computed of what was meant to be written. Ranks on other machines send their rows to rank 0, which
 writes them: a checkpoint survives the loss of any other node.
 """
@@ -16,7 +16,6 @@ from __future__ import annotations
 import functools
 import io
 import os
-import time
 import warnings
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -51,6 +50,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
+from rlboost_runtime.run.paced_file import MOST_BYTES, PacedFile
 from rlboost_runtime.trainer.learn.ranks import (
     ALONE,
     MOMENTS,
@@ -67,10 +67,8 @@ METADATA = ".metadata"
 """The file that says which rows are where: its folder holds such a state."""
 CRITIC = "critic"
 """The folder within, where there is a critic: its state, as the policy's, with its config and tokenizer."""
-LEAST_BYTES, MOST_BYTES = 1 << 18, 32 << 20
-"""Bytes of a file that wait for the disk at a time: at least and at most."""
-SYNC_S = 0.02
-"""Seconds for which they wait, between these bounds."""
+TURN = ".turn"
+"""Beside the checkpoints: the ranks of a machine take turns in writing to its disk."""
 
 warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # one process is no mistake
 
@@ -193,59 +191,20 @@ def _save(rows: Mapping[str, _Rows], folder: Path, ranks: Ranks) -> dict[str, st
     return {} if gathered is None else {name: digest for each in gathered for name, digest in each.items()}
 
 
-class _HashedFile(io.RawIOBase):
-    """A file that is hashed on its way, and synced piece by piece."""
+class _HashedFile(PacedFile):
+    """A file that is hashed on its way."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__()
-        self._file = path.open("wb", buffering=0)
+        super().__init__(path, turn=path.parent.parent / TURN)
         self._hash = blake3()
-        self._piece_bytes = LEAST_BYTES
-        self._unsynced = 0
 
     @property
     def digest(self) -> str:
         return self._hash.hexdigest()
 
-    def write(self, data: Any) -> int:  # a buffer
-        view = memoryview(data).cast("B")
-        start = 0
-        while start < len(view):
-            piece = view[start : start + self._piece_bytes - self._unsynced]
-            start += len(piece)
-            self._hash.update(piece)
-            self._write_all(piece)
-            self._unsynced += len(piece)
-            if self._unsynced >= self._piece_bytes:
-                self.sync()
-        return len(view)
-
-    def _write_all(self, piece: memoryview) -> None:
-        while piece:
-            piece = piece[self._file.write(piece) :]
-
-    def sync(self) -> None:
-        """Wait for the disk, and learn how much it takes in `SYNC_S`."""
-        started = time.monotonic()
-        os.fdatasync(self._file.fileno())
-        took = time.monotonic() - started
-        if took > 2 * SYNC_S:
-            self._piece_bytes = max(LEAST_BYTES, self._piece_bytes // 2)
-        elif took < SYNC_S / 2:
-            self._piece_bytes = min(MOST_BYTES, self._piece_bytes * 2)
-        self._unsynced = 0
-
-    def tell(self) -> int:
-        return self._file.tell()
-
-    def fileno(self) -> int:
-        return self._file.fileno()
-
-    def close(self) -> None:
-        if not self._file.closed:
-            self.sync()
-            self._file.close()
-        super().close()
+    def write_piece(self, piece: memoryview) -> None:
+        self._hash.update(piece)
+        super().write_piece(piece)
 
 
 class _Disk(FileSystem):

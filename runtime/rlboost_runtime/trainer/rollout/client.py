@@ -36,6 +36,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlboost_runtime.errors import ConfigError, RuntimeFault
+from rlboost_runtime.fit.plan import host_bytes_to_come
 from rlboost_runtime.job import Job, TinyModel
 from rlboost_runtime.protocol.messages import (
     DeliverGroupMessage,
@@ -61,6 +62,7 @@ from rlboost_runtime.trainer.models.tiny import prepare
 from rlboost_runtime.trainer.rollout.metrics import MetricsLog
 from rlboost_runtime.trainer.rollout.step_stream import StepStream
 from rlboost_runtime.weights.delta.torch_finder import best_finder
+from rlboost_runtime.weights.store.placing import VersionPlacing
 from rlboost_runtime.weights.store.store import WeightStore
 
 KEEP_VERSIONS = 2
@@ -104,7 +106,12 @@ class RolloutClient:
             max_deltas=0 if job.weights.transfer in ("full", "lora") else job.weights.max_deltas,
             finder=best_finder(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
         )
-        self.publisher = Publisher(self.store, job.rollout.engine_args.dtype, self._announce)
+        placing = VersionPlacing(
+            run.weights, job.weights.keep_in, self.store.keep + 1,
+            others=lambda: host_bytes_to_come(job, run.files), retire=self.store.retire,
+        )  # fmt: skip
+        dtype = job.rollout.engine_args.dtype
+        self.publisher = Publisher(self.store, dtype, self._announce, placing.prepare)
         self.metrics = MetricsLog(run.metrics)
         self.version = -1
         """The version published last, or on its way into the store; -1: none."""

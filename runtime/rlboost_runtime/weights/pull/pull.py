@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlboost_runtime.errors import ProtocolError, RLBoostError, RuntimeFault
+from rlboost_runtime.run import in_memory
 from rlboost_runtime.seams import Backoff
 from rlboost_runtime.weights import manifest as manifests
 from rlboost_runtime.weights.child_pipe import (
@@ -46,6 +47,7 @@ from rlboost_runtime.weights.pull.sources import (
     turn,
 )
 from rlboost_runtime.weights.store.part_folder import PartFolder, Piece, complete_version, part_folder, prune
+from rlboost_runtime.weights.store.placing import VersionPlacing
 
 IDLE_S = 10.0
 """A connection on which no byte arrives for this long is given up."""
@@ -82,21 +84,26 @@ def pull(request: PullRequest, progress: PullProgress, deadlines: Deadlines | No
     if request.streams < 1 or request.keep < 1:
         raise ProtocolError(f"streams {request.streams}, keep {request.keep}", "both must be at least 1")
     folder = Path(request.folder)
+    placing = VersionPlacing(
+        folder, request.keep_in, request.keep + 1, others=lambda: in_memory.available_memory() // 2
+    )  # the engine's share
     with turn(folder.parent, progress) if request.siblings else nullcontext():
-        linked = _link(request, folder)
+        linked = _link(request, folder, placing)
         if linked is not None:
             prune(folder, request.version, request.keep)
             full_bytes = manifests.read_manifest(linked).num_bytes
             report = PullReport(request.version, str(linked), how="linked", full_bytes=full_bytes)
         else:
-            report = _Pull(request, progress, deadlines).run(folder)
+            report = _Pull(request, progress, deadlines).run(folder, placing)
     report.pull_s = round(time.monotonic() - began, 6)
     return report
 
 
-def _link(request: PullRequest, folder: Path) -> Path | None:
+def _link(request: PullRequest, folder: Path, placing: VersionPlacing) -> Path | None:
     """Return the version, linked from wherever it lies on this machine; None if it does not."""
     siblings = [Path(each) for each in request.siblings]
+    stores = [Path(request.store), *siblings] if request.store else siblings
+    any(placing.prepare_beside(each) for each in stores)
     found = link_version(Path(request.store), request.version, folder, request.digest)
     return found or link_sibling(siblings, request.version, folder, request.digest)
 
@@ -124,10 +131,11 @@ class _Pull:
         prices = sorted({source.usd_per_gb for source, _ in self._sources})
         self._ranks = {price: i + 1 for i, price in enumerate(prices)}
 
-    def run(self, folder: Path) -> PullReport:
+    def run(self, folder: Path, placing: VersionPlacing) -> PullReport:
         """Fetch the version, and delete old ones."""
         request = self._request
         manifest = self._fetch_manifest()
+        placing.prepare(manifest.num_bytes)
         self._progress.total_bytes = manifest.num_bytes
         with part_folder(folder, manifest, self._progress.verified) as part:
             path = complete_version(folder, manifest, self._progress.verified)

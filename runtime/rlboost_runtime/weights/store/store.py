@@ -1,13 +1,15 @@
-"""Weight versions on the head's disk: written once by the trainer, read by the weight server.
+"""Weight versions at the head: written once by the trainer, read by the weight server.
 
 ::
 
     weights/v000012/          a complete version; see `weights.manifest` for its files
     weights/v000012/.lease    locked shared (flock) by every reader of the version
-    weights/former/           manifests of versions of a lost head, whose numbers are not used for others
     weights/.building-*/      a version being built (its builder holds the lease) or deleted
+    former_versions/          manifests of versions whose files may be gone, on the disk: of a lost head, and
+                              where versions lie in main memory of each before it is announced
 
-Guarantees: a folder named by a version is complete, durable and never changes; a failed or killed
+Guarantees: a folder named by a version is complete and never changes, and it or its manifest is durable: no
+number is given to other weights; a failed or killed
 publication leaves the other versions as they were, and what remains of it is removed by the next one; a
 version with a reader is never deleted. Locks are the kernel's, so that they end with the process that holds
 them, and several processes may use one store.
@@ -30,7 +32,7 @@ from typing import TYPE_CHECKING
 
 from rlboost_runtime.errors import ProtocolError, RuntimeFault, is_disk_full
 from rlboost_runtime.logs import event
-from rlboost_runtime.run.folder import sync_path
+from rlboost_runtime.run.folder import sync_path, write_atomically
 from rlboost_runtime.weights import manifest as manifests
 from rlboost_runtime.weights.manifest import (
     DELTA_PREFIX,
@@ -48,8 +50,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LEASE = ".lease"
-FORMER = "former"
-"""Folder with the manifests of versions that a lost head had published (`backup.restore`)."""
+FORMER = "former_versions"
+"""Folder beside the store, with manifests of versions whose files may be gone."""
+KEPT_MANIFESTS = 64
+"""Of these, the newest: more than steps pass between two checkpoints that are kept."""
+_OLD_FORMER = "former"
+"""Within the store, in earlier versions of this project."""
 CHUNK_BYTES = 4 * 1024 * 1024
 _BUILDING = ".building-"
 _DAMAGED = ".damaged"
@@ -112,14 +118,42 @@ class WeightStore:
     def last_number(self) -> int:
         """Return the highest number that a version has or, before it was found damaged or its head was lost,
         had; -1: none."""
-        names = [path.name.removesuffix(_DAMAGED) for path in self.folder.glob("v*")]
-        names += [path.stem for path in self.folder.glob(f"{FORMER}/v*.json")]
+        folders = (self.folder, self.folder.with_name(FORMER))
+        names = [path.name.removesuffix(_DAMAGED) for each in folders for path in each.glob("v*")]
+        names += [path.stem for path in self._former_paths()]
         return max((n for name in names if (n := manifests.parse_version_name(name)) is not None), default=-1)
 
     def former(self) -> list[Manifest]:
-        """Return the versions that a lost head had published, newest first; their files are gone."""
-        paths = sorted(self.folder.glob(f"{FORMER}/v*.json"), reverse=True)
-        return [manifests.decode_manifest(path.read_bytes()) for path in paths]
+        """Return versions whose files may be gone, newest first: a lost head's, and those that were in main
+        memory."""
+        return [manifests.decode_manifest(path.read_bytes()) for path in self._former_paths()]
+
+    def retire(self) -> None:
+        """Note the manifest of every version, then delete the versions; none may be in use."""
+        self.folder.with_name(FORMER).mkdir(mode=0o700, exist_ok=True)
+        for version in self.versions():
+            with suppress(ProtocolError):
+                self._note(manifests.read_manifest(self.path(version)))
+        for path in self.folder.glob(f"{_OLD_FORMER}/v*.json"):
+            self._note(manifests.decode_manifest(path.read_bytes()))
+        for path in self.folder.iterdir():
+            if path.name.endswith(_DAMAGED):  # its number stays taken
+                os.rename(path, self.folder.with_name(FORMER) / path.name)
+            else:
+                _remove(path)
+
+    def _former_paths(self) -> list[Path]:
+        folders = (self.folder.with_name(FORMER), self.folder / _OLD_FORMER)
+        return sorted((p for each in folders for p in each.glob("v*.json")), key=_by_name, reverse=True)
+
+    def _note(self, manifest: Manifest) -> None:
+        """Keep a manifest on the disk, so that its number stays that of its weights."""
+        folder = self.folder.with_name(FORMER)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        name = f"{manifests.version_name(manifest.version)}.json"
+        write_atomically(folder / name, manifests.encode_manifest(manifest), durably=True)
+        for path in sorted(folder.glob("v*.json"), key=_by_name)[:-KEPT_MANIFESTS]:
+            path.unlink()
 
     def latest(self) -> int | None:
         """Return the highest version, None where there is none."""
@@ -158,18 +192,29 @@ class WeightStore:
                 if self.max_deltas:
                     manifest = self._with_deltas(folder, manifest)
                 (folder / MANIFEST).write_bytes(manifests.encode_manifest(manifest))
-                _sync_all(folder)
+                if self.folder.is_symlink():
+                    self._note(manifest)
+                else:
+                    _sync_all(folder)
                 manifest = self._accept(folder, manifest)
         except Exception as exc:
             if is_disk_full(exc):
-                raise RuntimeFault(
-                    f"no space left on disk for weight version {version} in {self.folder}",
-                    "free some disk space, then type rlboost launch RUN --resume: it continues from its last"
-                    " checkpoint",
-                ) from exc
+                raise self._full(version) from exc
             raise
         self.collect()
         return manifest
+
+    def _full(self, version: int) -> RuntimeFault:
+        then = "then type rlboost launch RUN --resume: it continues from its last checkpoint"
+        if self.folder.is_symlink():
+            return RuntimeFault(
+                f"no space left in {self.folder.resolve()} for weight version {version}",
+                f"write weights.keep_in: disk in the job, {then}",
+            )
+        return RuntimeFault(
+            f"no space left on disk for weight version {version} in {self.folder}",
+            f"free some disk space, {then}",
+        )
 
     def put_damaged_aside(self) -> list[str]:
         """Rename versions that are not as they were published to NAME.damaged, so that nobody loads them;
@@ -281,6 +326,10 @@ class WeightStore:
                 "a published version never changes: publish the new weights under the next number",
             )
         return existing
+
+
+def _by_name(path: Path) -> tuple[int, str]:
+    return len(path.name), path.name
 
 
 def _damage(folder: Path) -> str | None:
