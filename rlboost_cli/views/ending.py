@@ -120,7 +120,7 @@ def _cost(report: CostReport) -> list[str]:
     lines = [f"{usd(report.total_usd, 2)} ({pools})", *_useful(report)]
     per_million = report.usd_per_million_tokens
     if per_million is not None:
-        what = "trained" if report.tokens_trained else "served"
+        what = "trained" if report.tokens_trained or not report.requests_served else "served"
         lines.append(f"{usd(per_million, 2)} per million tokens {what}")
     compared = against_on_demand(found.usd_per_million_tokens, found.saving_fraction, found.basis)
     return [*lines, f"per million: {compared}"] if compared and per_million is not None else lines

@@ -25,7 +25,7 @@ MISTAKES = {
     ),
     "group_size 1": (
         ("group_size: 4", "group_size: 1"),
-        "{job}:7: algorithm.group_size: found 1; write a whole number of at least 2, at most 10000",
+        "{job}:7: algorithm.group_size: is 1, but dapo compares the responses to a prompt; write at least 2",
     ),
     "missing data file": (
         ("prompts.jsonl", "promts.jsonl"),

@@ -111,7 +111,7 @@ def test_files_arrive_as_they_were_also_empty_and_large_ones(tmp_path: Path) -> 
         path = tmp_path / "from" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
-    packed = b"".join(deployment._packed({name: tmp_path / "from" / name for name in sent}))
+    packed = b"".join(deployment.packed({name: tmp_path / "from" / name for name in sent}))
     program.unpack(io.BytesIO(packed), tmp_path / "to")
     assert {name: (tmp_path / "to" / name).read_bytes() for name in sent} == sent
 
@@ -131,7 +131,7 @@ def test_a_rented_machine_knows_that_it_is_in_use_as_long_as_files_arrive(
             asked.unlink(missing_ok=True)  # long ago
             return super().read(size)
 
-    program.unpack(Slow(b"".join(deployment._packed({"model": large}))), tmp_path / "to")
+    program.unpack(Slow(b"".join(deployment.packed({"model": large}))), tmp_path / "to")
     assert sum(seen) >= 2
 
 

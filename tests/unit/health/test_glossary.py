@@ -17,7 +17,7 @@ from rlboost_runtime.health.glossary import (
 from rlboost_runtime.protocol.reward_failures import SCORED_METRIC, RewardFailure, metric_of
 from rlboost_runtime.trainer import loop
 from rlboost_runtime.trainer.episodes.outcome import episode_metrics
-from rlboost_runtime.trainer.learn import learner
+from rlboost_runtime.trainer.learn import companions, learner
 from rlboost_runtime.trainer.learn.learner import StepSums
 from rlboost_runtime.trainer.learn.sample import GroupSelection
 from rlboost_runtime.trainer.rollout import evaluation, metrics
@@ -49,6 +49,8 @@ def written() -> set[str]:
         *keys_in(of_groups, "group_metrics"),
         *keys_in(of_groups, "choice_metrics"),
         *keys_in(inspect.getsource(learner), "_pair_metrics"),
+        *keys_in(inspect.getsource(companions), "judged"),
+        *keys_in(inspect.getsource(companions.Critic), "metrics"),
         *keys_in(inspect.getsource(evaluation), "_metrics"),
         *("eval_updates", "eval_avg_at_K", "eval_pass_at_K", "reward_NAME_mean"),
         *episode_metrics([]),

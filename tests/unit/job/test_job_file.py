@@ -1016,7 +1016,8 @@ def test_every_field_is_described_with_a_type_and_a_default() -> None:
     assert len({(field.path, field.form) for field in fields}) == len(fields)
     by_path = {field.path: field for field in fields}
     assert by_path["algorithm.group_size"][:4] == (
-        "algorithm.group_size", "a whole number of at least 1, at most 10000", "8", "Responses per prompt."
+        "algorithm.group_size", "a whole number of at least 1, at most 10000", "8",
+        "Responses per prompt; at least 2, but for ppo, which compares no responses.",
     )  # fmt: skip
     assert by_path["name"].default == "required"
     assert by_path["rollout.spot.any_of[].market.seed"].default == "0"

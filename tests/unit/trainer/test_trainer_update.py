@@ -316,7 +316,9 @@ def resumed(folder: Path, algorithm: Algorithm) -> Learner:
 
 
 def test_a_checkpoint_continues_bit_for_bit(tmp_path):
-    straight = learner()
+    policy = learner().policy
+    policy.set_up(Trainer(), ALGORITHM)  # as the trainer does: it chooses the kernels
+    straight = Learner(policy, ALGORITHM)
     trained_twice(straight, 0)
     taken = TrainingState(straight).take(tmp_path)
     trained_twice(straight, 2)  # what is written later is what was there then
@@ -354,4 +356,4 @@ def test_only_the_newest_checkpoints_stay_and_a_torn_one_is_never_seen(tmp_path)
 
     with pytest.raises(OSError, match="disk full"):
         checkpoint.replace_folder(step_folder(tmp_path, 4), torn)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000002", "step-000003"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".turn", "step-000002", "step-000003"]

@@ -12,11 +12,19 @@ from rlboost_runtime.job import Job
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
+_HAS_DATA = {"required": ["data"]}
+_ONLY_SERVES = {
+    "properties": {"endpoint": {"properties": {"trains": {"const": False}}, "required": ["trains"]}},
+    "required": ["endpoint"],
+}
+"""A model that is only served needs no data."""
+
 
 def job_schema() -> dict[str, Any]:
     """Return the schema as JSON values."""
     tidy: dict[str, Any] = _tidied(Job.model_json_schema())
-    return {"$schema": DIALECT, "title": "RLBoost job file"} | tidy
+    tidy["required"].remove("data")
+    return {"$schema": DIALECT, "title": "RLBoost job file"} | tidy | {"anyOf": [_HAS_DATA, _ONLY_SERVES]}
 
 
 def _tidied(schema: Any) -> Any:  # any JSON value
