@@ -48,8 +48,8 @@ class Pace:
 
     def __init__(self) -> None:
         self.piece_bytes = FIRST_BYTES
-        """Bytes to hand over next. A disk with a limit takes a burst at once, and everybody waits for it: so no
-        more before the disk is known."""
+        """Bytes to hand over next; few before the disk is known: one with a limit takes a burst at once,
+        and everybody else waits."""
         self._seen: deque[float] = deque(maxlen=LOOKS)
         self._looking = _Look()
         self._looked_at = -math.inf
@@ -84,7 +84,7 @@ class PacedFile(io.RawIOBase):
     """A new file, durable once it is closed. For one thread."""
 
     def __init__(self, path: Path, turn: Path | None = None) -> None:
-        """`turn`: a folder that writers to this disk lock (flock), so that one of them writes at a time."""
+        """`turn`: a folder that writers to this disk lock (flock), so that one writes at a time."""
         super().__init__()
         self._file = path.open("wb", buffering=0)
         self._turn = None if turn is None else os.open(turn, os.O_RDONLY)
