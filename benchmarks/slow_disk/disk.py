@@ -1,6 +1,6 @@
 """A file system on a disk that the kernel throttles: ext4 on a loop device, and the block layer's limit.
 
-Needs root on Linux. The limit is that of cgroups: blkio.throttle.write_bps_device of the root (version 1),
+Needs root on Linux. The limit is that of cgroups: blkio's of the root (version 1),
 which holds for whoever writes to the device, or `io.max` of this process's own cgroup (version 2).
 """
 

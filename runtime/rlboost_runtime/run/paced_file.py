@@ -26,6 +26,7 @@ from typing import Any
 
 LEAST_BYTES, MOST_BYTES = 1 << 16, 32 << 20
 """Bytes of a file that are handed to the disk at a time: at least and at most."""
+FIRST_BYTES = 1 << 18
 PIECE_S = 0.004
 """Seconds that they take, between these bounds."""
 LOOK_S, LOOK_EVERY_S = 1.0, 120.0
@@ -46,18 +47,15 @@ class Pace:
     pauses."""
 
     def __init__(self) -> None:
-        self.piece_bytes = LEAST_BYTES
-        """Bytes to hand over next."""
+        self.piece_bytes = FIRST_BYTES
+        """Bytes to hand over next; few before the disk is known: one with a limit takes a burst at once,
+        and everybody else waits."""
         self._seen: deque[float] = deque(maxlen=LOOKS)
         self._looking = _Look()
         self._looked_at = -math.inf
 
     def wrote(self, num_bytes: int, took_s: float, now: float) -> float:
         """Note that the disk took so many bytes in `took_s`; return for how many seconds to pause."""
-        if took_s > 2 * PIECE_S:
-            self.piece_bytes = max(LEAST_BYTES, self.piece_bytes // 2)
-        elif took_s < PIECE_S / 2:
-            self.piece_bytes = min(MOST_BYTES, self.piece_bytes * 2)
         if now - self._looked_at < LOOK_EVERY_S:
             return max(0.0, num_bytes / (BELOW * max(self._seen)) - took_s)
         look = self._looking
@@ -65,6 +63,7 @@ class Pace:
         look.seconds += took_s
         if look.seconds >= LOOK_S:
             self._seen.append(look.num_bytes / look.seconds)
+            self.piece_bytes = min(MOST_BYTES, max(LEAST_BYTES, int(PIECE_S * max(self._seen))))
             self._looking, self._looked_at = _Look(), now
         return 0.0
 
@@ -85,10 +84,10 @@ class PacedFile(io.RawIOBase):
     """A new file, durable once it is closed. For one thread."""
 
     def __init__(self, path: Path, turn: Path | None = None) -> None:
-        """`turn`: a lock file of those that write to this disk; only one of them writes at a time."""
+        """`turn`: a folder that writers to this disk lock (flock), so that one writes at a time."""
         super().__init__()
         self._file = path.open("wb", buffering=0)
-        self._turn = None if turn is None else os.open(turn, os.O_RDWR | os.O_CREAT, 0o600)
+        self._turn = None if turn is None else os.open(turn, os.O_RDONLY)
         self._pace = _paces.setdefault(os.fstat(self._file.fileno()).st_dev, Pace())
         self._written = self._synced = self._reserved = 0
 

@@ -52,7 +52,7 @@ from rlboost_runtime.run.folder import RunFolder, write_json
 from rlboost_runtime.trainer.__main__ import EXIT_CANNOT_GO_ON, train
 from rlboost_runtime.trainer.artifacts.output import OutputCopies
 from rlboost_runtime.trainer.episodes.outcome import episode_metrics
-from rlboost_runtime.trainer.learn.sharded_state import TURN, StoredState
+from rlboost_runtime.trainer.learn.sharded_state import StoredState
 from rlboost_runtime.trainer.rollout.client import RolloutClient
 from rlboost_runtime.trainer.rollout.metrics import MetricsLog
 from rlboost_runtime.weights.manifest import read_manifest
@@ -232,7 +232,7 @@ def test_a_whole_run(tmp_path):
     trained = coordinator.of(StepTrainedMessage)
     assert [m.step for m in trained] == list(range(STEPS))
     assert sorted(path.name for path in run.weights.iterdir()) == ["v000003", "v000004"]
-    assert sorted(path.name for path in run.checkpoints.iterdir() if path.name != TURN) == [
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == [
         "model",
         "step-000002",
         "step-000003",
@@ -780,7 +780,7 @@ def test_twenty_kills_at_random_moments_leave_no_trace(tmp_path):
     told = zip(lines(run), lines(undisturbed), strict=True)
     assert all(mine[name] == theirs[name] for mine, theirs in told for name in same)
     kept = ["model", *(f"step-{step:06d}" for step in range(steps - 3, steps))]
-    assert sorted(path.name for path in run.checkpoints.iterdir() if path.name != TURN) == kept
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == kept
     asked = [m.step for m in coordinator.of(StepStartedMessage)]
     assert all(after <= before + 1 for before, after in itertools.pairwise(asked)), "a step was skipped"
     assert {m.step for m in coordinator.of(StepTrainedMessage)} == set(range(steps))

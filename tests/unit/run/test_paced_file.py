@@ -57,7 +57,7 @@ def test_pieces_stay_within_bounds() -> None:
 
 def test_a_file_is_what_was_written_and_takes_no_more_room(tmp_path: Path) -> None:
     data = os.urandom(3_000_001)
-    with PacedFile(tmp_path / "file", tmp_path / "turn") as file:
+    with PacedFile(tmp_path / "file", tmp_path) as file:
         for start in range(0, len(data), 700_000):
             assert file.write(data[start : start + 700_000]) == len(data[start : start + 700_000])
         assert file.tell() == len(data)
@@ -85,7 +85,7 @@ def test_writers_of_one_turn_write_one_after_the_other(tmp_path: Path) -> None:
         import sys
         from pathlib import Path
         from rlboost_runtime.run.paced_file import PacedFile
-        with PacedFile(Path(sys.argv[1]) / "file", Path(sys.argv[1]) / "turn") as file, file._in_turn():
+        with PacedFile(Path(sys.argv[1]) / "file", Path(sys.argv[1])) as file, file._in_turn():
             print("mine", flush=True)
             sys.stdin.read()
     """
@@ -94,7 +94,7 @@ def test_writers_of_one_turn_write_one_after_the_other(tmp_path: Path) -> None:
         assert other.stdout is not None
         assert other.stdin is not None
         assert other.stdout.readline() == b"mine\n"
-        with PacedFile(tmp_path / "mine", tmp_path / "turn") as file:
+        with PacedFile(tmp_path / "mine", tmp_path) as file:
             file.write(bytes(100))
             began = time.monotonic()
             threading.Timer(0.3, other.stdin.close).start()

@@ -142,6 +142,7 @@ def test_other_files_never_wait_for_a_whole_checkpoint(
 
     monkeypatch.setattr(paced_file, "LEAST_BYTES", 500)
     monkeypatch.setattr(paced_file, "MOST_BYTES", 1000)
+    monkeypatch.setattr(paced_file, "FIRST_BYTES", 700)
     monkeypatch.setattr(paced_file, "_paces", {})
     monkeypatch.setattr(paced_file.PacedFile, "write_piece", noting)
     monkeypatch.setattr(paced_file, "_write_out", written)

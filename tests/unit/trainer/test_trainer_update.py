@@ -356,4 +356,4 @@ def test_only_the_newest_checkpoints_stay_and_a_torn_one_is_never_seen(tmp_path)
 
     with pytest.raises(OSError, match="disk full"):
         checkpoint.replace_folder(step_folder(tmp_path, 4), torn)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".turn", "step-000002", "step-000003"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000002", "step-000003"]

@@ -67,8 +67,6 @@ METADATA = ".metadata"
 """The file that says which rows are where: its folder holds such a state."""
 CRITIC = "critic"
 """The folder within, where there is a critic: its state, as the policy's, with its config and tokenizer."""
-TURN = ".turn"
-"""Beside the checkpoints: the ranks of a machine take turns in writing to its disk."""
 
 warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # one process is no mistake
 
@@ -192,10 +190,10 @@ def _save(rows: Mapping[str, _Rows], folder: Path, ranks: Ranks) -> dict[str, st
 
 
 class _HashedFile(PacedFile):
-    """A file that is hashed on its way."""
+    """A file that is hashed on its way; the ranks of a machine take turns in writing to its disk."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path, turn=path.parent.parent / TURN)
+        super().__init__(path, turn=path.parent.parent)
         self._hash = blake3()
 
     @property
