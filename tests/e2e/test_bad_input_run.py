@@ -165,6 +165,7 @@ def wait_for(ready: Callable[[], Any], timeout_s: float = 600.0) -> Any:
 
 def test_a_run_whose_disk_fills_waits_or_fails_in_words_and_loses_nothing(cli: Any, disk: Path) -> None:
     job = write_inputs(cli, "def score(response):\n    return len(set(response))\n", rate="10")
+    job.write_text(job.read_text() + "\nweights: {keep_in: disk}\n")  # in memory no version needs the disk
     attached = cli.start("launch", job, "--yes")
     run = cli.run_folder("demo")
     journal = run.journal / "step-000000.seg"
