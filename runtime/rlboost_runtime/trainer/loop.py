@@ -393,7 +393,7 @@ class TrainerLoop:
         """Train on a step's groups as they finish; return them all, in that order, and those of
         evaluations."""
         algorithm = self._job.algorithm
-        self._learner.begin_step(requested.step)
+        self._learner.begin_step(requested.step, requested.staleness)
         groups: list[ScoredGroup] = []
         held_out: list[ScoredGroup] = []
         chosen = self._chosen(requested, selection, groups, held_out, seconds)

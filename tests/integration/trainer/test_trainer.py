@@ -809,6 +809,11 @@ def test_the_next_step_is_asked_for_while_this_one_is_trained(tmp_path, monkeypa
     for step in range(1, STEPS):
         assert order.index((StepStartedMessage, step)) < order.index((StepTrainedMessage, step - 1))
     assert [line["staleness"] for line in lines(run)] == [0, 1, 1, 1]
+    first, *stale = lines(run)
+    assert first["mismatch_kl"] >= 0
+    assert first["lag_tokens"] == 0
+    assert all("mismatch_kl" not in line and line["lag_kl"] >= 0 for line in stale)
+    assert all(line["lag_tokens"] > 0 == line["mismatch_tokens"] for line in stale)
     assert all(line["tokens_trained"] > 0 for line in lines(run))
 
 

@@ -55,6 +55,7 @@ def written() -> set[str]:
         *("eval_updates", "eval_avg_at_K", "eval_pass_at_K", "reward_NAME_mean"),
         *episode_metrics([]),
         *StepSums().metrics(),
+        *StepSums(staleness=1).metrics(),
         *GroupSelection("keep", 1).metrics(),
         SCORED_METRIC,
         *(metric_of(kind) for kind in RewardFailure),
