@@ -34,8 +34,8 @@ to another cause. A rule of thumb: no bound is known from which on training fail
 MISMATCH_KL_ENDS = 0.005
 LAG_KL = 0.1
 """Nats per token between the policy that sampled and the one that a step begins with, a few updates later.
-An update that moves the policy by a tenth of a nat per token is far beyond the trust regions in use (PPO codes
-stop a step at 0.01 to 0.05 on average), and most tokens are clipped. A rule of thumb."""
+A tenth of a nat is some ten times what updates of usual size move the policy by; most tokens are then
+clipped. A rule of thumb."""
 LAG_KL_ENDS = 0.05
 MISMATCH_ABS = 8.0
 """Largest difference of one token's log-probability. Rare tokens differ by 1 to 3 nats in bfloat16; 8 nats

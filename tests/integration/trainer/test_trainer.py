@@ -857,6 +857,33 @@ def test_a_trainer_that_was_ahead_comes_back_to_the_same_weights(tmp_path):
     assert [line["step"] for line in lines(run)] == list(range(STEPS))
 
 
+def test_a_killed_trainer_goes_on_with_the_prompts_that_its_curriculum_chose(tmp_path):
+    """Prompts with a bonus are always solved, those without one never."""
+    data = {"source": "prompts.jsonl", "curriculum": {"visits": 1, "skip": "solved", "rest_epochs": 3}}
+
+    def asked(coordinator: Coordinator) -> dict[int, list[bytes]]:
+        return {m.step: [p.token_ids for p in m.prompts] for m in coordinator.of(StepStartedMessage)}
+
+    undisturbed = make_run(tmp_path, "undisturbed", data=data)
+    with Coordinator(undisturbed) as coordinator:
+        wanted, wanted_prompts = weights(go(undisturbed)), asked(coordinator)
+    assert lines(undisturbed)[-1]["prompts_passed_over"] > 0
+    assert (
+        lines(undisturbed)[-1]["prompts_resting_solved"]
+        > 0
+        == lines(undisturbed)[-1]["prompts_resting_unsolved"]
+    )
+    run = make_run(tmp_path, data=data)
+    with Coordinator(run) as coordinator:
+        coordinator.refuse_step = 3
+        with pytest.raises(RLBoostError, match="enough"):
+            go(run)
+        coordinator.refuse_step = None
+        found = weights(go(run))
+        assert asked(coordinator) == wanted_prompts
+    assert found == wanted
+
+
 @pytest.mark.timeout(300)
 def test_two_ranks_train_and_one_goes_on_from_their_checkpoint(tmp_path, quiet):
     run = make_run(tmp_path, trainer={"ranks": 2})

@@ -11,7 +11,7 @@ import pytest
 from rlboost_runtime.health import limits
 from rlboost_runtime.health.monitor import FleetFacts, HealthMonitor
 from rlboost_runtime.health.rules import FLEET_KINDS, step_rules
-from rlboost_runtime.protocol.status import EvaluationStatus
+from rlboost_runtime.protocol.status import CurriculumStatus, EvaluationStatus
 
 HEALTHY = {
     "reward_mean": 0.4,
@@ -142,6 +142,12 @@ def test_missing_metrics_and_steps_without_tokens_change_nothing() -> None:
     assert driven.steps(10, mismatch_tokens=0.0, mismatch_kl=9.0) == []
     assert driven.steps(10, lag_tokens=0.0, lag_kl=9.0) == []
     assert driven.steps(10, mismatch_kl=math.nan, truncated_share=math.nan, grad_norm=0.0) == []
+
+
+def test_the_curriculum_of_the_last_step_is_kept() -> None:
+    assert HealthMonitor([(0, HEALTHY)]).curriculum is None
+    row = {"prompts_resting_solved": 2.0, "prompts_resting_unsolved": 1.0, "prompts_passed_over": 4.0}
+    assert HealthMonitor([(0, HEALTHY | row)]).curriculum == CurriculumStatus(2, 1, 4)
 
 
 def test_a_restart_keeps_warnings_and_does_not_report_them_again() -> None:
