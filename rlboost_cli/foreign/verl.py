@@ -177,10 +177,21 @@ def _spares(options: OptionReader) -> Any:
     generated, trained = options["data.gen_batch_size"], options["data.train_batch_size"]
     if not options["algorithm.filter_groups.enable"]:
         return ...
-    if not generated or generated <= trained:
-        options.leave("algorithm.filter_groups.enable", "a second batch is spare: algorithm.spare_prompts")
-        return trained
-    return generated - trained
+    return max(0, generated - trained) if generated else ...
+
+
+REFILLS_WITHOUT_BOUND = 10
+
+
+def _refills(options: OptionReader) -> Any:
+    name = "algorithm.filter_groups.max_num_gen_batches"
+    if not options["algorithm.filter_groups.enable"]:
+        return ...
+    most = options[name]
+    if most is None or most <= 0:
+        options.leave(name, f"a bound is needed here: max_refills {REFILLS_WITHOUT_BOUND}")
+        return REFILLS_WITHOUT_BOUND
+    return most - 1
 
 
 def _zero_variance(options: OptionReader) -> Any:
@@ -449,6 +460,13 @@ RULES = (
         "gen_batch_size - train_batch_size, with filter_groups",
     ),
     OptionRule(
+        "algorithm.max_refills",
+        ("algorithm.filter_groups.max_num_gen_batches", "algorithm.filter_groups.enable"),
+        _refills,
+        "max_num_gen_batches - 1; a refill asks for what is missing, not for a whole batch, and a step that"
+        " lacks groups at the end is trained",
+    ),
+    OptionRule(
         "algorithm.max_prompt_tokens",
         ("data.max_prompt_length",),
         None,
@@ -506,6 +524,7 @@ DEFAULTS: dict[str, Any] = {
     "critic.ppo_mini_batch_size": None,
     "algorithm.filter_groups.enable": False,
     "algorithm.filter_groups.metric": None,
+    "algorithm.filter_groups.max_num_gen_batches": 0,
     "algorithm.kl_ctrl.kl_coef": 0.001,
     "algorithm.kl_ctrl.type": "fixed",
     "algorithm.kl_penalty": "kl",
@@ -642,7 +661,6 @@ ELSEWHERE = {
     "data.return_*": "the reward function always gets the row",
     "data.*image*": "prompts are text",
     "data.*video*": "prompts are text",
-    "algorithm.filter_groups.max_num_gen_batches": "spare_prompts bounds what is generated",
     "reward.reward_model.*": "reward: {http: URL, speaks: pooling} asks a served reward model",
     "reward.reward_manager*": "reward: a function of yours, or built in",
     "trainer.n_gpus_per_node": _MACHINES,

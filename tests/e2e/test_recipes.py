@@ -23,7 +23,7 @@ SMALLER = {
     "max_prompt_tokens": 128,
     "max_response_tokens": 24,
 }
-AT_MOST = {"minibatches_per_step": 2, "spare_prompts": 4, "overlong_penalty_tokens": 8}
+AT_MOST = {"minibatches_per_step": 2, "spare_prompts": 4, "max_refills": 1, "overlong_penalty_tokens": 8}
 
 
 def twin(recipe: str) -> dict[str, Any]:

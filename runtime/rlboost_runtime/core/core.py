@@ -269,8 +269,8 @@ class Core:
     ) -> StepObservation | None:
         """Return what was observed of the open step by `at`, given the trainer's times.
 
-        None before its last response is finished, and for a step that a restarted trainer opened again: its
-        times span two processes.
+        None before its last response is finished, and for a step that was requested again, by a restarted
+        trainer or for more prompts: its times span two processes, or two rollouts.
         """
         book = self._work.book
         if book is None or book.last_finished_at is None or book.was_reopened:
@@ -428,6 +428,7 @@ class Core:
         book = self._work.book
         if book is not None and book.is_for(event):
             book.was_reopened = True
+            self._work.add(event)
             self._work.deliver_again()
         else:
             self._work.open(event)

@@ -197,7 +197,7 @@ ZERO_VARIANCE = Kind(
     "Equal rewards in {value:.0%} of the groups since step {since} (limit {limit:.0%}).",
     "Such groups have advantage 0: they are paid for and teach nothing.",
     "Raise algorithm.group_size, choose prompts of medium difficulty, or set"
-    " algorithm.zero_variance_groups: replace with spare_prompts.",
+    " algorithm.zero_variance_groups: replace with spare_prompts or max_refills.",
     "zero_variance_share",
 )  # fmt: skip
 TRUNCATED = Kind(

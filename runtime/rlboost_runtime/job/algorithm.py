@@ -183,10 +183,14 @@ class Algorithm(Model):
     whose clip is narrower than the mismatch, and for ppo, which waits anyway, else engine."""
     zero_variance_groups: Literal["keep", "drop", "replace"] = "keep"
     """Groups whose rewards are all equal, before penalties for length and KL, teach nothing of the task.
-    keep: they count in the mean; drop: they do not; replace: spare prompts of the same step take their places
-    (arXiv 2503.14476)."""
+    keep: they count in the mean; drop: they do not; replace: other prompts of the same step take their places
+    (arXiv 2503.14476, section 3.2): spare_prompts, and what max_refills asks for."""
     spare_prompts: int = Field(default=0, ge=0)
     """Spare prompts per step, rolled out as replacements; unused ones are discarded and counted."""
+    max_refills: int = Field(default=0, ge=0, le=100)
+    """How often at most a step that lacks groups once all have arrived asks for more prompts: as many as it
+    lacks over the share of its groups that teach something, at most prompts_per_step each time. A step that
+    lacks groups after that is trained with fewer."""
     mask_truncated: bool = False
     """Leave responses that were cut at max_response_tokens out of the loss; their rewards still count in the
     group."""
@@ -237,6 +241,12 @@ class Algorithm(Model):
         if self.group_size == 1 and self.loss not in ("ppo", "sft"):
             raise ValueError(
                 f"group_size is 1, but {self.loss} compares the responses to a prompt; write at least 2"
+            )
+        if self.max_refills and self.max_staleness:
+            raise ValueError(
+                f"max_refills is {self.max_refills}, but max_staleness is {self.max_staleness}: the next"
+                " step is rolled out before this one's rewards are known; remove one of them (spare_prompts"
+                " go with both)"
             )
         if self.group_size == 1 and self.zero_variance_groups != "keep":
             raise ValueError(

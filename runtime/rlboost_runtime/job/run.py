@@ -269,6 +269,11 @@ class Job(Model):
                 f"environment is for rollouts that are trained one by one, but loss is {self.algorithm.loss};"
                 " write another loss, or remove environment"
             )
+        if self.algorithm.max_refills:
+            raise ValueError(
+                "a step of episodes cannot be refilled, but algorithm.max_refills is"
+                f" {self.algorithm.max_refills}; remove it (spare_prompts go with an environment)"
+            )
         if self.trainer.script is not None:
             raise ValueError(
                 "environment is for RLBoost's own trainer, but trainer.script is set; remove one"

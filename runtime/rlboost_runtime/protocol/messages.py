@@ -343,8 +343,10 @@ class StepStartedMessage(Message, frozen=True, omit_defaults=True, tag="StepRequ
     """Roll out `group_size` responses per prompt under `policy_version`; gives the GPU lease back, unless
     `keeps_lease`.
 
-    Idempotent: the same step, version and prompts again deliver what is finished again. Each step's journal
-    begins with it, so its tag stays the one that earlier versions wrote.
+    Idempotent: the same step, version and prompts again deliver what is finished again. With further prompts
+    behind them, once all groups have arrived, these are added to the step; a trainer that was killed then
+    requests the step without them first. Each step's journal begins with it, so its tag stays the one that
+    earlier versions wrote.
     """
 
     step: int
@@ -359,6 +361,13 @@ class StepStartedMessage(Message, frozen=True, omit_defaults=True, tag="StepRequ
     are_episodes: bool = False
     """Environments drive the responses, and the trainer has them: it says when each is over
     (`EpisodeEnded`), and no group is delivered."""
+
+    def begins(self, other: StepStartedMessage) -> bool:
+        """Return True if `other` requests the same, with the same prompts and perhaps more behind them."""
+        if self == other:
+            return True
+        first = other.prompts[: len(self.prompts)]
+        return bool(first) and msgspec.structs.replace(other, prompts=first) == self
 
 
 class VersionPublishedMessage(Message, frozen=True, omit_defaults=True):

@@ -36,6 +36,7 @@ _AT_OUTPUT = ".rlboost/priors"
 _ALGORITHM = (
     *("loss", "group_size", "prompts_per_step", "max_prompt_tokens", "max_response_tokens", "temperature"),
     *("top_p", "minibatches_per_step", "old_logprobs", "kl", "lora", "max_staleness", "spare_prompts"),
+    "max_refills",
 )
 _TRAINER = (
     *("infra", "accelerators", "instance_type", "local_engines", "threads", "ranks", "nodes", "dtype"),

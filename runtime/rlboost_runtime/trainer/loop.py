@@ -120,7 +120,8 @@ class TrainerLoop:
         self._has_reference = reference is not None
         self._imitates = algorithm.loss == "sft"
         self._source = source
-        self._feed = PromptFeed(source, max_staleness=algorithm.max_staleness)
+        refills = algorithm.max_refills > 0
+        self._feed = PromptFeed(source, max_staleness=algorithm.max_staleness, refills=refills)
         self._evaluated = evaluated
         self._reward_name = scorer.name
         self._learner = Learner(policy, algorithm, trainer, ranks, reference, critic)
@@ -258,6 +259,7 @@ class TrainerLoop:
             "learning_rate": self._learner.learning_rate(step),
             "prompts_skipped": float(self._source.num_skipped),
             **self._feed.metrics(step),
+            "refills": float(requested.num_refills),
             "rollout_wait_s": waits.without_lease_s + waits.for_lease_s,
             "train_wait_s": waits.with_lease_s,
             "reward_wait_s": self._scorer.reward_wait_s - reward_waited,
@@ -448,12 +450,29 @@ class TrainerLoop:
             number = group.group
             if pending.prompt.evaluation is not None:
                 held_out.append(group)
-                continue
-            arrived.append(group)
-            waiting[number] = group
-            self._feed.saw(requested.step, number, pending.prompt, group.usable_rewards)
-            for each in selection.arrived(number, flat=group.zero_variance):
-                yield [sample for response in waiting.pop(each).responses for sample in response.samples]
+            else:
+                arrived.append(group)
+                waiting[requested.place(number)] = group
+                self._feed.saw(requested.step, number, pending.prompt, group.usable_rewards)
+                for each in selection.arrived(requested.place(number), flat=group.zero_variance):
+                    yield [sample for response in waiting.pop(each).responses for sample in response.samples]
+            if len(arrived) + len(held_out) == len(requested.prompts):
+                self._refill(requested, selection.num_to_ask_for(len(arrived)))
+
+    def _refill(self, requested: RequestedStep[PendingGroup], num: int) -> None:
+        """Ask for `num` further prompts of a step whose groups have all arrived, if it may have more."""
+        algorithm, step = self._job.algorithm, requested.step
+        if num and requested.num_refills == algorithm.max_refills and algorithm.max_refills:
+            event(log, "step.not_full", level=logging.WARNING, lacks=num, refills=requested.num_refills)
+        if not num or requested.num_refills == algorithm.max_refills:
+            return
+        first = len(requested.prompts)
+        requested.prompts += self._feed.more(step, num)
+        requested.num_refills += 1
+        self._scorer.expect(step, requested.policy_version, requested.prompts)
+        event(log, "step.refilled", prompts=num, refills=requested.num_refills)
+        specs = enumerate(requested.prompts[first:], start=first)
+        self._stream.request_more([prompt_spec(*each, algorithm) for each in specs])
 
     def _completion_order(
         self, requested: RequestedStep[PendingGroup], seconds: Seconds

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -89,6 +90,7 @@ class Coordinator:
         self.refuse_step: int | None = None
         self.quarantine: set[tuple[int, int]] = set()
         self._run = run
+        self._request: StepStartedMessage | None = None
         self._published: int | None = None
         self._ready = threading.Event()
         self._loop = asyncio.new_event_loop()
@@ -139,10 +141,12 @@ class Coordinator:
             case VersionPublishedMessage(version=version):
                 self._published = version
             case StepStartedMessage(step=step):
+                former, self._request = self._request, msgspec.structs.replace(message, keeps_lease=False)
+                if former is not None and former != self._request and former.begins(self._request):
+                    return [self._group(message, group) for group in range(len(message.prompts))]
                 self.on_step(step)
                 if step == self.refuse_step:
                     return [Refused("enough")]
-                self._request = message
                 order = np.random.default_rng(step).permutation(len(message.prompts)).tolist()
                 self._order = [self._group(message, group) for group in order]
                 if message.keeps_lease:  # it is made by spot machines, while the one before is trained
@@ -882,6 +886,52 @@ def test_a_killed_trainer_goes_on_with_the_prompts_that_its_curriculum_chose(tmp
         found = weights(go(run))
         assert asked(coordinator) == wanted_prompts
     assert found == wanted
+
+
+EQUAL_WITHOUT_BONUS = """
+def score(response, row):
+    return (sum(map(ord, response)) % 7) / 7 if row['bonus'] else 0.5
+"""
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_a_step_asks_for_prompts_until_it_is_full(tmp_path, evaluates):
+    """Half of the groups are flat. The bound holds, and a killed trainer goes on bit for bit."""
+    algorithm = {**JOB["algorithm"], "zero_variance_groups": "replace", "max_refills": 3}
+    more = {"evaluation": {"source": "prompts.jsonl", "every_steps": 1, "prompts": 2}} if evaluates else {}
+
+    def asked(coordinator: Coordinator) -> dict[int, list[bytes]]:
+        return {m.step: [p.token_ids for p in m.prompts] for m in coordinator.of(StepStartedMessage)}
+
+    def made(name: str) -> RunFolder:
+        return make_run(tmp_path, name, EQUAL_WITHOUT_BONUS, algorithm=algorithm, **more)
+
+    undisturbed = made("undisturbed")
+    with Coordinator(undisturbed) as coordinator:
+        wanted, wanted_prompts = weights(go(undisturbed)), asked(coordinator)
+    found = lines(undisturbed)
+    assert [line["groups_trained"] for line in found] == [GROUPS] * STEPS
+    assert sum(line["refills"] for line in found) >= STEPS - 1
+    assert all(line["groups_replaced"] > 0 for line in found if line["refills"])
+    assert max(line["refills"] for line in found) <= 3
+    run = made("r")
+    with Coordinator(run) as coordinator:
+        coordinator.refuse_step = 2
+        with pytest.raises(RLBoostError, match="enough"):
+            go(run)
+        coordinator.refuse_step = None
+        assert weights(go(run)) == wanted
+        assert asked(coordinator) == wanted_prompts
+
+
+def test_a_step_that_no_refill_fills_is_trained_with_fewer_groups(tmp_path):
+    algorithm = {**JOB["algorithm"], "steps": 1, "zero_variance_groups": "replace", "max_refills": 2}
+    run = make_run(tmp_path, reward="def score(): return 1.0", algorithm=algorithm)
+    with Coordinator(run) as coordinator:
+        go(run)
+    assert [len(m.prompts) for m in coordinator.of(StepStartedMessage)] == [GROUPS, 2 * GROUPS, 3 * GROUPS]
+    (line,) = lines(run)
+    assert (line["groups_trained"], line["refills"], line["minibatches_empty"]) == (0, 2, 2)
 
 
 @pytest.mark.timeout(300)

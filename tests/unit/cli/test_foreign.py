@@ -310,6 +310,13 @@ def test_kl_and_sampling_of_verl() -> None:
     }
     values = {name: line.value for name, line in translate(VERL, dapo).fields.items()}
     assert (values["algorithm.zero_variance_groups"], values["algorithm.spare_prompts"]) == ("replace", 1024)
+    assert values["algorithm.max_refills"] == 10, "veRL's default is no bound"
+    bound = "algorithm.filter_groups.max_num_gen_batches"
+    assert "a bound is needed" in reasons(translate(VERL, dapo).not_taken)[bound]
+    bounded = translate(VERL, dapo | {bound: 10, "data.gen_batch_size": 512})
+    found = [bounded.fields[f"algorithm.{each}"].value for each in ("spare_prompts", "max_refills")]
+    assert found == [0, 9]
+    assert bound not in reasons(bounded.not_taken)
     assert values["algorithm.overlong_penalty_tokens"] == 4096
 
 

@@ -39,7 +39,8 @@ from rlboost_runtime.trainer.learn.learner import loss_config
         (
             {"zero_variance_groups": "replace", "prompts_per_step": 16},
             "zero_variance_groups",
-            "found replace, but there are no spare_prompts to take; write spare_prompts: 4, or drop",
+            "found replace, but there are no spare_prompts to take; write spare_prompts: 4, max_refills: 2,"
+            " or drop",
         ),
         (
             {"spare_prompts": 3},
@@ -60,6 +61,7 @@ def test_contradictions_are_told(algorithm, field, problem):
         None, [], {}, {"loss": "cispo"}, {"loss": "gspo", "dual_clip": None}, {"dual_clip": 3.0},
         {"importance_sampling": "icepop", "importance_floor": 0.5},
         {"zero_variance_groups": "replace", "spare_prompts": 2}, {"zero_variance_groups": "drop"},
+        {"zero_variance_groups": "replace", "max_refills": 2},
         {"old_logprobs": "recompute", "minibatches_per_step": 4}, {"spare_prompts": "3"},
         {"importance_sampling": "icepop", "importance_floor": "x"},
     ],

@@ -50,6 +50,17 @@ def test_the_set_does_not_depend_on_the_order_of_arrival(seed):
     assert len(set(trained)) == len(trained)
 
 
+@pytest.mark.parametrize(
+    ("flat", "asked", "more"),
+    [(set(), 4, 0), ({0}, 4, 2), ({0, 1}, 4, 4), ({0, 1, 2}, 4, 4), ({0, 1, 2, 3}, 4, 4), ({1, 5}, 6, 0)],
+)
+def test_what_is_missing_is_asked_for_by_the_share_of_useful_groups(flat, asked, more):
+    _, selection = run("replace", 4, flat, list(range(asked)))
+    assert selection.num_to_ask_for(asked) == more
+    _, dropped = run("drop", 4, flat, list(range(asked)))
+    assert dropped.num_to_ask_for(asked) == 0
+
+
 def test_too_few_spares_leave_a_smaller_step():
     trained, _ = run("replace", 3, {0, 1, 2}, [0, 1, 2, 3])
     assert trained == [3]

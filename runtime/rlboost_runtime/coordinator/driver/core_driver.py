@@ -112,6 +112,8 @@ class Carried(NamedTuple):
     openings: tuple[int, ...]
     """First responses of those openings, newest first."""
     records: list[bytes]
+    request: StepStartedMessage | None = None
+    """The longer one of that request and the present one."""
 
 
 NOTHING_CARRIED = Carried((), [])
@@ -332,8 +334,9 @@ class CoreDriver:
         keeps_lease: bool = False,
         on_open: Callable[[], None] = lambda: None,
     ) -> None:
-        """Open the step that the trainer requests; a request for the open step only delivers it again.
-        `on_open` is called right before the core learns of it.
+        """Open the step that the trainer requests. A request for the open step, or for its first prompts,
+        only delivers it again; one with more prompts adds them. `on_open` is called right before the core
+        learns of it.
 
         A step is applied to the core only once its header is on stable storage: whatever a later coordinator
         finds in the event log, it finds the prompts for. A run that is ending opens none, so that its last
@@ -344,8 +347,11 @@ class CoreDriver:
                 log_event(log, "step.refused", step=request.step)
                 return
             finished: dict[int, FinishReason] = {}
-            if self.step is None or self.step.request != request:
+            if self.step is not None and request.begins(self.step.request):
+                request = self.step.request
+            else:
                 carried = await self._carried(request)
+                request = carried.request or request
                 step, finished = await self._write_header(request, carried)
                 if self.core.is_ending:  # decided meanwhile
                     return
@@ -370,7 +376,8 @@ class CoreDriver:
 
     async def _carried(self, request: StepStartedMessage) -> Carried:
         """Return what the journal holds of the same request: a trainer that was killed before its checkpoint
-        requests an earlier step again, and the step that it had requested ahead."""
+        requests an earlier step again, and the step that it had requested ahead. Of two that differ in
+        further prompts the longer one counts."""
         await self.journal.flushed()
         reader = Journal.read(self.run.journal, request.step)
         records = iter(reader)
@@ -378,9 +385,10 @@ class CoreDriver:
         if first is None:
             return NOTHING_CARRIED
         header = msgspec.msgpack.decode(first[1:], type=StepHeader)
-        if header.request != request:
+        if not header.request.begins(request) and not request.begins(header.request):
             return NOTHING_CARRIED
-        carried = Carried((header.first_response, *header.carried_from), list(records))
+        longer = request if header.request.begins(request) else header.request
+        carried = Carried((header.first_response, *header.carried_from), list(records), longer)
         self._note_damage(reader)
         return carried
 
@@ -424,6 +432,13 @@ class CoreDriver:
         response = opened.all_responses()[number]
         if self.core.response(response).finish_reason is None:
             self.apply(Finished(self.now(), response, num_tokens, FinishReason.STOP))
+
+    @property
+    def is_step_known(self) -> bool:
+        """False where the core has not learned of all responses of the open step, before a restart."""
+        if self.step is None or self.core.step is None:
+            return False
+        return all(response in self.core.step.responses for response in self.step.all_responses())
 
     def step_checkpointed(self, step: int) -> None:
         """Forget the tokens of a step that is trained and checkpointed, and of all before it."""
@@ -572,7 +587,11 @@ class CoreDriver:
         assert self.step is not None
         if self.core.step is None or self.step.first_response not in self.core.step.responses:
             return []
-        known = [self.core.response(response) for response in self.step.all_responses()]
+        known = [
+            self.core.response(response)
+            for response in self.step.all_responses()
+            if response in self.core.step.responses  # or the core has not learned of them before a restart
+        ]
         lost = [response for response in known if not self._holds(response)]
         if not lost:
             return []

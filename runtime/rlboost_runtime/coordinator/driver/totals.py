@@ -47,6 +47,8 @@ class RunTotals:
     requested: int = 0
     finished: int = 0
     tokens_finished: int = 0
+    in_step: int = 0
+    """Responses of the open step."""
     tokens_in_step: int = 0
     """Tokens of the responses that finished in the open step."""
     tokens_redone: int = 0
@@ -99,12 +101,17 @@ class RunTotals:
                         self.tokens_redone += self.tokens_in_step
                     self.open_step = (step, version)
                     self.requested += len(requests)
+                    self.in_step = len(requests)
                     self.first_response = requests[0].response if requests else self.next_response
                     if requests:
                         self.next_response = max(self.next_response, requests[-1].response + 1)
                     self.tokens_in_step = 0
                     self.assigned = Counter()
                     self.holders, self.migrated, self.rebalanced = {}, set(), set()
+                elif requests and requests[0].response == self.first_response:  # perhaps more of them
+                    self.requested += max(0, len(requests) - self.in_step)
+                    self.in_step = max(self.in_step, len(requests))
+                    self.next_response = max(self.next_response, requests[-1].response + 1)
             case RequestArrived(request=request):
                 self.next_request = max(self.next_request, request.response + 1)
             case Finished(response=response, num_tokens=num_tokens) if response >= FIRST_REQUEST:

@@ -68,6 +68,10 @@ class TrainerLink:
         self._wake = asyncio.Event()
         self._generation = 0
         self._resumes_lease = self._has_requested = False
+        self._asked: wire.StepStartedMessage | None = None
+        """What was requested last on this connection."""
+        self._wanted = range(0)
+        """The groups of it that the trainer does not have."""
         self._last_trained = max((record.step for record in ledger.steps()), default=-1)
         self._trained_at: float | None = None
         self.connected = False
@@ -79,8 +83,12 @@ class TrainerLink:
     # --- commands out -------------------------------------------------------------------------------------
 
     def deliver(self, group: wire.DeliverGroupMessage) -> None:
-        """Hand over a finished group; without a trainer it is delivered on the next request."""
-        self._send(group)
+        """Hand over a finished group; without a trainer it is delivered on the next request.
+
+        A trainer that was killed has not asked again for all that the open step has, if that was extended.
+        """
+        if group.group in self._wanted:
+            self._send(group)
 
     def lease(self, command: GrantLease | RecallLease) -> None:
         """Grant the GPU to the trainer, or recall it."""
@@ -109,7 +117,7 @@ class TrainerLink:
         self._outgoing = deque([wire.TrainerWelcome(self._driver.core.newest_version)])
         self._wake = asyncio.Event()
         self._wake.set()
-        self._resumes_lease, self._has_requested = hello.holds_lease, False
+        self._resumes_lease, self._has_requested, self._asked = hello.holds_lease, False, None
         self.connected = True
         log_event(log, "trainer.connected", boot_id=hello.boot_id, holds_lease=hello.holds_lease)
         try:
@@ -180,7 +188,9 @@ class TrainerLink:
         keeps_lease = request.keeps_lease
         request = msgspec.structs.replace(request, keeps_lease=False)  # not part of what is requested
         resumes, self._resumes_lease = self._resumes_lease, False
-        same = driver.step is not None and driver.step.request == request
+        self._wanted = range(self._num_delivered(request), len(request.prompts))
+        self._asked = request
+        same = driver.step is not None and driver.step.request == request and driver.is_step_known
         if same and resumes and driver.core.lease in (LeaseState.TRAINER, LeaseState.RECALLING):
             # It never stopped training: hand over what it may have missed, and leave the GPU with it.
             assert driver.step is not None
@@ -192,6 +202,13 @@ class TrainerLink:
                 self.lease(RecallLease(request.step))
             return
         await driver.open_step(request, keeps_lease=keeps_lease, on_open=self._requested)
+
+    def _num_delivered(self, request: wire.StepStartedMessage) -> int:
+        """Return how many of its groups a trainer has that adds prompts to its last request: it waits for all
+        groups before it does."""
+        former = self._asked
+        is_longer = former is not None and former != request and former.begins(request)
+        return len(former.prompts) if former is not None and is_longer else 0
 
     def _requested(self) -> None:
         self._has_requested = True

@@ -243,7 +243,7 @@ class StepStarted(_Timed):
     unless it `keeps_lease`: it goes on training the step before meanwhile.
 
     The same step and version again (a restarted trainer) re-opens nothing: finished groups are delivered
-    again.
+    again. Requests that are new are added to the open step, behind the others.
     """
 
     step: int

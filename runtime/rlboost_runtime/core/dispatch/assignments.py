@@ -86,6 +86,13 @@ class Assignments:
             if response.state is ResponseState.WAITING:
                 self.dispatcher.enqueue(response)
 
+    def add(self, event: StepStarted) -> None:
+        """Add what a longer request of the open step asks for besides."""
+        assert self.book is not None
+        for response in self.book.add(event):
+            if response.state is ResponseState.WAITING:
+                self.dispatcher.enqueue(response)
+
     def deliver_again(self) -> None:
         """Hand every complete group over once more, in order of completion."""
         assert self.book is not None

@@ -132,11 +132,7 @@ class StepResponses:
         self.policy_version = event.policy_version
         self.started_at = event.at
         self.are_episodes = event.are_episodes
-        begin = ResponseState.EPISODE if event.are_episodes else ResponseState.WAITING
-        self.responses = {
-            request.response: new_response(request, order, event.at, begin)
-            for order, request in enumerate(event.requests)
-        }
+        self.responses: dict[int, Response] = {}
         self.complete_groups: list[int] = []
         """In order of completion."""
         self.num_finished = 0
@@ -146,10 +142,21 @@ class StepResponses:
         self.trained = False
         self._unfinished_of: dict[int, int] = {}
         self._members: dict[int, list[Response]] = {}
-        for response in self.responses.values():
+        self.add(event)
+
+    def add(self, event: StepStarted) -> list[Response]:
+        """Add the responses of the event that are new here; return them."""
+        begin = ResponseState.EPISODE if event.are_episodes else ResponseState.WAITING
+        found = [
+            new_response(request, order, event.at, begin)
+            for order, request in enumerate(event.requests)
+            if request.response not in self.responses
+        ]
+        for response in found:
+            self.responses[response.response] = response
             self._members.setdefault(response.group, []).append(response)
-        for group, members in self._members.items():
-            self._unfinished_of[group] = len(members)
+            self._unfinished_of[response.group] = self._unfinished_of.get(response.group, 0) + 1
+        return found
 
     @property
     def num_unfinished(self) -> int:
@@ -165,7 +172,7 @@ class StepResponses:
         return self._unfinished_of[group]
 
     def is_for(self, event: StepStarted) -> bool:
-        """Return True if this is that step under that version, with the same responses."""
+        """Return True if this is that step under that version, with the same responses or more of them."""
         is_same = (self.step, self.policy_version) == (event.step, event.policy_version)
         return is_same and (not event.requests or event.requests[0].response in self.responses)
 

@@ -267,12 +267,20 @@ def _old_logprobs(algorithm: Section) -> Iterator[Finding]:
 
 def _spares(algorithm: Section) -> Iterator[Finding]:
     policy, spares = algorithm.get("zero_variance_groups", "keep"), algorithm.get("spare_prompts", 0)
-    if policy == "replace" and spares == 0:
+    refills = algorithm.get("max_refills", 0)
+    if policy != "replace" and refills != 0 and _are_numbers(refills):
+        yield (
+            "max_refills",
+            f"found {refills}, but a step is refilled only with zero_variance_groups: replace; write that, or"
+            " remove it",
+        )
+    if policy == "replace" and spares == 0 and refills == 0:
         prompts = algorithm.get("prompts_per_step", 128)
         some = max(1, prompts // 4) if isinstance(prompts, int) else 1
         yield (
             "zero_variance_groups",
-            f"found replace, but there are no spare_prompts to take; write spare_prompts: {some}, or drop",
+            f"found replace, but there are no spare_prompts to take; write spare_prompts: {some},"
+            " max_refills: 2, or drop",
         )
     if policy != "replace" and spares != 0 and _are_numbers(spares):
         yield (

@@ -5,8 +5,8 @@ take eight times the memory.
 
 Which groups of a step are trained where some teach nothing (dynamic sampling, arXiv 2503.14476):
 
-A step requests `wanted` prompts and some spares. A group whose rewards are all equal (*flat*) has no
-gradient:
+A step requests `wanted` prompts and some spares, and more of them while it lacks groups (`max_refills`). A
+group whose rewards are all equal (*flat*) has no gradient:
 
 - keep: it is trained like any other, so it counts in the mean;
 - drop: it is left out, and out of the mean;
@@ -139,6 +139,19 @@ class GroupSelection:
         if self.policy != "replace":
             return True
         return group - sum(each < group for each in self._flat) < self.wanted
+
+    def num_to_ask_for(self, num_arrived: int) -> int:
+        """Return how many further prompts are likely to suffice, once `num_arrived`, all, have arrived; 0:
+        the step is full.
+
+        What is missing over the share of useful groups so far, at most `wanted`: a step without any useful
+        group asks for as many as it began with.
+        """
+        missing = self.wanted - len(self._chosen)
+        if self.policy != "replace" or missing <= 0:
+            return 0
+        num_useful = num_arrived - len(self._flat)
+        return self.wanted if not num_useful else min(self.wanted, -(-missing * num_arrived // num_useful))
 
     def metrics(self) -> dict[str, float]:
         """Return counts of groups, once all have arrived."""

@@ -154,11 +154,18 @@ class RequestedStep(Generic[Group]):
     prompts: list[Prompt]
     arrived: list[Group] = field(default_factory=list)
     """Groups that have arrived, in that order."""
+    num_refills: int = 0
+    """How often more prompts were asked for."""
 
     @property
     def is_complete(self) -> bool:
         """True once all its groups have arrived."""
         return len(self.arrived) == len(self.prompts)
+
+    def place(self, group: int) -> int:
+        """Return which of the prompts to train a group is; those of evaluations stand between them where more
+        were asked for later."""
+        return group - sum(each.evaluation is not None for each in self.prompts[:group])
 
     @property
     def staleness(self) -> int:

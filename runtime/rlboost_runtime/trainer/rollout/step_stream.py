@@ -209,6 +209,17 @@ class StepStream(Generic[Group]):
             else:
                 self._open(request)
 
+    def request_more(self, prompts: Sequence[PromptSpec]) -> None:
+        """Request further groups of the requested step, all of whose groups have been returned. The lease
+        stays where it is; a recall stays to be answered."""
+        with self._changed:
+            assert self._request is not None, "a step is open"
+            assert self._num_returned == self._num_groups(), "all its groups are there"
+            self._request = msgspec.structs.replace(
+                self._request, prompts=(*self._request.prompts, *prompts), keeps_lease=self._lease
+            )
+            self._link.post(self._request)
+
     def _open(self, request: StepStartedMessage) -> None:
         """Start another step. The caller holds the lock."""
         self._next_request = None
