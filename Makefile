@@ -5,6 +5,8 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 MAKEFLAGS += --no-print-directory
 export OMP_NUM_THREADS ?= 1
+# tests start thousands of processes: without bytecode each would compile the sources anew
+export PYTHONDONTWRITEBYTECODE :=
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # what the environment tells pip about registries holds for uv, which installs everything
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
