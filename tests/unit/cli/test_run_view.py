@@ -98,6 +98,13 @@ def test_the_view_shows_all_that_was_promised() -> None:
         assert piece in text, f"{piece} is not in\n{text}"
 
 
+def test_the_prompts_that_a_curriculum_passes_over_are_counted() -> None:
+    curriculum = {"resting_solved": 1200, "resting_unsolved": 7, "passed_over": 3}
+    text = "\n".join(shown(found(curriculum=curriculum)))
+    assert "prompts  passed over for a while: 1,200 solved, 7 unsolved" in text
+    assert "passed over" not in "\n".join(shown(found()))
+
+
 def test_what_migrated_when_seeding_ended_is_no_preemption() -> None:
     changes = {"preemptions": {"total": 0}, "responses": {"migrated": 24}, "tokens": {"generated": 9}}
     text = "\n".join(shown(found(**changes)))
