@@ -117,7 +117,8 @@ def runs_table(rows: Sequence[Json]) -> str:
 def _run(row: Json) -> tuple[object, ...]:
     lives = row["running"] or row["state"] in ENDED
     state = row["state"] + ("" if lives else " (not running)")
-    step = f"{row['step']}/{dash(row['steps'])}"
+    answered = row.get("requests_answered")
+    step = f"{row['step']}/{dash(row['steps'])}" if answered is None else f"{answered:,} answered"
     at = row.get("started_at")
     started = None if at is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(at))
     return row["run"], state, step, _figure(row["reward_mean"]), usd(row["spent_usd"], 2), started

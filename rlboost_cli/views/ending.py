@@ -41,13 +41,17 @@ def ended_lines(name: str, state: str, status: Status, report: CostReport) -> li
     return [*lines, *full_warnings(status.warnings, WIDTH)]
 
 
-def next_lines(name: str, state: str, model: str, num_steps: int, *, is_local: bool = False) -> list[str]:
+def next_lines(
+    name: str, state: str, model: str, num_steps: int, *, is_local: bool = False, only_serves: bool = False
+) -> list[str]:
     """Return what can be typed now, after `num_steps` trained steps. `is_local`: no machine of it was a GPU
-    of a cloud, so its cost says nothing about such machines."""
+    of a cloud, so its cost says nothing about such machines. `only_serves`: the run trained nothing."""
     cost = (f"rlboost cost {name}", "cost by step and machine")
     logs = (f"rlboost logs {name}", "process logs")
     goes_on = "continues from the last checkpoint" if num_steps else "starts over"
     resume = (f"rlboost launch {name} --resume", goes_on)
+    if only_serves:
+        resume = (f"rlboost serve {name} --resume", "serves it again")
     looks = [
         (f"rlboost metrics {name}", "curves, and what they mean"),
         (f"rlboost samples {name}", "what the model wrote"),

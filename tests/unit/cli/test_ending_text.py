@@ -97,6 +97,8 @@ def test_what_to_type_next_depends_on_the_end() -> None:
         "--resume  continues from the last checkpoint"
     )
     assert next_lines("r", "failed", "~/model", 0)[-1].endswith("--resume  starts over")
+    served = next_lines("r", "stopped", "~/model", 0, only_serves=True)
+    assert served[-1] == "         rlboost serve r --resume  serves it again"
 
 
 def test_a_machine_that_may_still_cost_money_is_named_with_its_price_and_what_to_type() -> None:
