@@ -92,7 +92,7 @@ def record(
 def _mismatch_kl_max(run: RunFolder) -> float:
     """Return the largest mismatch of the steps that were trained with the weights that sampled them."""
     lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
-    return max(line["mismatch_kl"] for line in lines if "mismatch_kl" in line)
+    return max(float(line["mismatch_kl"]) for line in lines if "mismatch_kl" in line)
 
 
 def interruptions(run: RunFolder) -> Interruptions:
