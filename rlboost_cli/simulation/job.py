@@ -121,6 +121,14 @@ def simulated_job(job: Job, folder: Path) -> SimulatedJob:
         )
     if job.algorithm.max_staleness:
         notes.append("steps are simulated one after the other: max_staleness makes the run faster")
+    asked, most = job.algorithm.prompts_asked_per_step, job.algorithm.most_prompts_per_step
+    if most > job.algorithm.prompts_per_step:
+        rollouts = "one rollout" if most == asked else f"{1 + job.algorithm.max_refills} rollouts"
+        notes.append(
+            f"prompts in the place of groups without spread are not counted: beside"
+            f" {job.algorithm.prompts_per_step:,} a step may roll out"
+            f" {most - job.algorithm.prompts_per_step:,} more, in at most {rollouts}"
+        )
     if isinstance(job.model, TinyModel) and preset.reserved.gpu is not CPU:
         notes.append("a tiny model on such machines is no forecast: it only demonstrates the command")
     head_storage = storage_usd_per_hour(head_offer(job.trainer), spot=False) if job.trainer.is_bought else 0.0

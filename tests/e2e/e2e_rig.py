@@ -192,7 +192,8 @@ class Cli:
             assert time.monotonic() < deadline, left
             time.sleep(0.1)
         kept = {path.name for path in self.run_folder(name).path.iterdir()}
-        assert {re.sub("-(wal|shm)$", "", each) for each in kept} - DOCUMENTED == set(), "docs/run-folder.md"
+        strange = {re.sub("-(wal|shm)$", "", each) for each in kept} - DOCUMENTED
+        assert not strange, f"docs/run-folder.md does not have {strange}"
 
     def process(self, name: str, role: str) -> psutil.Process:
         """Return the process of a role on the head."""

@@ -103,8 +103,16 @@ class StoreMatchesModel(RuleBasedStateMachine):
         store.open_step(1, RESPONSES, [MAX_TOKENS] * len(RESPONSES), (STOP,))
         return store
 
-    @rule(response=st.sampled_from(RESPONSES), instance=st.sampled_from(INSTANCES), skip=st.integers(1, 3))
-    def assign(self, response, instance, skip):
+    @rule(num=st.integers(1, 2))
+    def extend(self, num):
+        first = RESPONSES.start + len(self.model.tokens)
+        for store in (self.store, self.restored):
+            store.extend([MAX_TOKENS] * num)
+        self.model.tokens |= {response: [] for response in range(first, first + num)}
+
+    @rule(data=st.data(), instance=st.sampled_from(INSTANCES), skip=st.integers(1, 3))
+    def assign(self, data, instance, skip):
+        response = data.draw(st.sampled_from(sorted(self.model.tokens)))
         self.next_assignment += skip
         kept = self.store.assign(self.next_assignment, response, instance)
         assert kept == self.model.assign(self.next_assignment, response, instance)
@@ -158,6 +166,7 @@ class StoreMatchesModel(RuleBasedStateMachine):
     def restart(self):
         """The coordinator restarts: the journal is replayed, then the current assignments go on."""
         store = self.fresh()
+        store.extend([MAX_TOKENS] * (len(self.model.tokens) - len(RESPONSES)))
         for record in self.records + self.records[-1:]:
             store.restore(record)
         for assignment in reversed(self.model.assignments):  # in whatever order

@@ -16,7 +16,12 @@ from pathlib import Path
 
 import msgspec
 
-from rlboost_runtime.coordinator.driver.core_driver import FORGOTTEN, OpenStep, StepHeader
+from rlboost_runtime.coordinator.driver.core_driver import (
+    FORGOTTEN,
+    STEP_HEADER,
+    OpenStep,
+    step_header,
+)
 from rlboost_runtime.coordinator.driver.totals import RunTotals
 from rlboost_runtime.coordinator.storage.journal import EventReader, Journal
 from rlboost_runtime.coordinator.storage.token_store import TokenStore
@@ -129,12 +134,15 @@ def _audit_step(
     if opening is None:
         problems.append(reader.problem or f"{reader.path} is empty")
         return StepAudit(step, -1)
-    header = msgspec.msgpack.decode(opening[1:], type=StepHeader)
+    header = step_header(opening)
     opened = OpenStep(header.request, header.first_response)
     store = TokenStore()
     store.open_step(step, opened.all_responses(), opened.limits(), header.request.stop_token_ids)
     for record in records:
-        if record.startswith(FORGOTTEN):
+        if record.startswith(STEP_HEADER):
+            former, opened = opened, OpenStep(step_header(record).request, header.first_response)
+            store.extend(opened.limits()[len(former.all_responses()) :])
+        elif record.startswith(FORGOTTEN):
             for response in msgspec.msgpack.decode(record[1:], type=list[int]):
                 store.forget(response)
         else:

@@ -344,3 +344,8 @@ class Algorithm(Model):
     def prompts_asked_per_step(self) -> int:
         """Prompts of a step with its spares."""
         return self.prompts_per_step + self.spare_prompts
+
+    @property
+    def most_prompts_per_step(self) -> int:
+        """Prompts of a step that is refilled as often as it may be, each time with as many as it may."""
+        return self.prompts_asked_per_step + self.max_refills * self.prompts_per_step

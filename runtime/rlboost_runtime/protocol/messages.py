@@ -492,6 +492,9 @@ class GrantLeaseMessage(Message, frozen=True, omit_defaults=True):
     """The GPU is the trainer's until it asks for the next step or answers a recall."""
 
     step: int
+    num_groups: int = 0
+    """Groups of the request that this answers; 0: of any. A trainer that has asked for more since, without
+    the GPU, has left it to the engines."""
 
 
 class RecallLeaseMessage(Message, frozen=True, omit_defaults=True):

@@ -457,14 +457,20 @@ class TrainerLoop:
                 for each in selection.arrived(requested.place(number), flat=group.zero_variance):
                     yield [sample for response in waiting.pop(each).responses for sample in response.samples]
             if len(arrived) + len(held_out) == len(requested.prompts):
-                self._refill(requested, selection.num_to_ask_for(len(arrived)))
+                self._refill(requested, selection, len(arrived))
 
-    def _refill(self, requested: RequestedStep[PendingGroup], num: int) -> None:
-        """Ask for `num` further prompts of a step whose groups have all arrived, if it may have more."""
+    def _refill(
+        self, requested: RequestedStep[PendingGroup], selection: GroupSelection, num_arrived: int
+    ) -> None:
+        """Ask for further prompts of a step that lacks groups, all of which have arrived, if it may have
+        more."""
         algorithm, step = self._job.algorithm, requested.step
-        if num and requested.num_refills == algorithm.max_refills and algorithm.max_refills:
-            event(log, "step.not_full", level=logging.WARNING, lacks=num, refills=requested.num_refills)
-        if not num or requested.num_refills == algorithm.max_refills:
+        num = selection.num_to_ask_for(num_arrived)
+        if not num or not algorithm.max_refills:
+            return
+        if requested.num_refills == algorithm.max_refills:
+            refills = requested.num_refills
+            event(log, "step.not_full", level=logging.WARNING, lacks=selection.num_missing, refills=refills)
             return
         first = len(requested.prompts)
         requested.prompts += self._feed.more(step, num)

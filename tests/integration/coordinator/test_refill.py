@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import random
+import shutil
 from pathlib import Path
+from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 
 from rlboost_runtime.coordinator.audit import audit
@@ -13,17 +18,22 @@ from rlboost_runtime.protocol.messages import (
     AssignmentEnd,
     AssignMessage,
     DeliverGroupMessage,
+    GrantLeaseMessage,
     InstanceReadyMessage,
+    PromptSpec,
     SleepMessage,
     SleptMessage,
     StepTrainedMessage,
     TrainerHello,
     TrainerWelcome,
+    VersionPublishedMessage,
     WakeMessage,
     Welcome,
 )
 from rlboost_runtime.run.folder import RunFolder
+from tests.fakes.damage import spoil
 from tests.integration.coordinator.test_coordinator_shell import (
+    FLIPS,
     Peer,
     begin_step,
     frame,
@@ -34,6 +44,7 @@ from tests.integration.coordinator.test_coordinator_shell import (
     shell,
     texts,
     tmp_path,
+    work,
 )
 
 __all__ = ["tmp_path"]
@@ -79,9 +90,15 @@ async def test_the_new_prompts_alone_are_generated_and_delivered(tmp_path: Path)
         trainer = made.trainers()
         agent = await join(made, trainer)
         await first_group(agent, trainer)
+        assert await trainer.hear(GrantLeaseMessage) == GrantLeaseMessage(0, 1)
+        before = segments(tmp_path)[0].read_bytes()
         await finish(agent, 1, *await extend(agent, trainer), 5)
         group = await trainer.hear(DeliverGroupMessage)
         assert (group.group, texts(group)) == (1, [[5, 9], [9]]), "it has the first group"
+        assert segments(tmp_path)[0].read_bytes().startswith(before), "nothing is written again"
+        await agent.hear(SleepMessage)
+        await agent.say(SleptMessage())
+        assert await trainer.hear(GrantLeaseMessage) == GrantLeaseMessage(0, 2)
         await trained(trainer)
         assert made.driver.core.step is not None
         assert made.driver.core.step.trained
@@ -151,3 +168,93 @@ async def test_a_killed_coordinator_goes_on_with_the_longer_step(
         await trained(trainer)
         made.driver.core.check()
     check_books(tmp_path)
+
+
+async def finish_extended_step(folder: Path) -> bytes:
+    """Roll out both groups; return the event log from before the second was asked for."""
+    async with shell(folder) as made:
+        trainer = made.trainers()
+        agent = await join(made, trainer)
+        await first_group(agent, trainer)
+        events = (folder / "events.log").read_bytes()
+        await finish(agent, 1, *await extend(agent, trainer), 5)
+        await trainer.hear(DeliverGroupMessage)
+    return events
+
+
+async def ask_again(made: Any) -> list[list[list[int]]]:
+    """Be a restarted trainer: ask for the first prompt, then for both; return what it is given."""
+    trainer, agent = made.trainers(), made.agent()
+    await trainer.say(TrainerHello(SCHEMA, "job", "again"))
+    await trainer.say(VersionPublishedMessage(0, "digest", 1, 0.0))
+    await agent.say(hello())
+    working = asyncio.create_task(work(agent))
+    found = []
+    for num_prompts in (1, 2):
+        await trainer.say(request(num_prompts=num_prompts))
+        group = await trainer.hear(DeliverGroupMessage)
+        assert group.group == num_prompts - 1
+        found.append(texts(group))
+    working.cancel()
+    made.driver.core.check()
+    made.driver.store.check()
+    return found
+
+
+async def test_what_the_event_log_lost_of_a_longer_step_the_journal_has(tmp_path: Path) -> None:
+    (tmp_path / "events.log").write_bytes(await finish_extended_step(tmp_path))  # as after a power cut
+    async with shell(tmp_path) as made:
+        assert made.driver.repairs
+        assert await ask_again(made) == [[[4, 9], [9]], [[5, 9], [9]]]
+
+
+@pytest.mark.parametrize("name", ["journal/step-000000.seg", "events.log"])
+async def test_no_damage_of_a_longer_step_has_wrong_tokens_trained(tmp_path: Path, name: str) -> None:
+    intact = tmp_path / "intact" / "job"
+    intact.mkdir(parents=True)
+    await finish_extended_step(intact)
+    rng = random.Random(5)
+    for i in range(FLIPS):
+        folder = tmp_path / str(i) / "job"
+        shutil.copytree(intact, folder)
+        spoil(folder / name, rng)
+        async with shell(folder) as made:
+            (a, b), (c, d) = await ask_again(made)
+        assert [a in ([4, 9], [7, 7, 9]), b in ([9], [7, 7, 9])] == [True, True]
+        assert [c in ([5, 9], [7, 7, 9]), d in ([9], [7, 7, 9])] == [True, True]
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+async def test_a_trainer_whose_step_has_other_prompts_now_is_given_theirs(
+    tmp_path: Path, restarts: bool
+) -> None:
+    """A reward that changed while the run was down chooses other prompts under the same version."""
+    other = PromptSpec(0, np.arange(2, dtype="<i4").tobytes())
+    changed = msgspec.structs.replace(request(), prompts=(other,))
+
+    async def ask(made: Any) -> None:
+        trainer, agent = made.trainers(), made.agent()
+        await agent.say(hello())
+        await trainer.say(TrainerHello(SCHEMA, "job", "again"))
+        await trainer.hear(TrainerWelcome)
+        working = asyncio.create_task(work(agent))
+        await trainer.say(changed)
+        group = await trainer.hear(DeliverGroupMessage)
+        working.cancel()
+        assert (group.group, texts(group)) == (0, [[7, 7, 9], [7, 7, 9]])
+        made.driver.core.check()
+        assert made.driver.totals.next_response == 6
+
+    async with shell(tmp_path) as made:
+        trainer = made.trainers()
+        agent = await join(made, trainer)
+        await first_group(agent, trainer)
+        await extend(agent, trainer)
+        await trainer.hang_up()
+        await agent.hang_up()
+        if not restarts:
+            await ask(made)
+    if restarts:
+        async with shell(tmp_path) as made:
+            await ask(made)
+    assert audit(RunFolder(tmp_path)).problems == []

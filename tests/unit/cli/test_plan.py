@@ -417,6 +417,22 @@ def test_a_job_without_prices_is_planned_in_time_only(home: Path) -> None:
     assert "$0.00 per million" not in said.output
 
 
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"spare_prompts": 8}, "beside 16 a step may roll out 8 more, in at most one rollout"),
+        ({"spare_prompts": 8, "max_refills": 3}, "a step may roll out 56 more, in at most 4 rollouts"),
+    ],
+)
+def test_a_plan_says_how_much_it_does_not_count_of_dynamic_sampling(
+    more: dict[str, int], said: str, tmp_path: Path
+) -> None:
+    plain = {"prompts_per_step": 16, "zero_variance_groups": "drop"}
+    assert "without spread" not in " ".join(simulated_job(job(algorithm=plain), tmp_path).notes)
+    refilled = plain | more | {"zero_variance_groups": "replace"}
+    assert said in " ".join(simulated_job(job(algorithm=refilled), tmp_path).notes)
+
+
 def test_a_plan_dates_its_prices_and_doubts_a_head_of_ones_own(tmp_path: Path) -> None:
     def notes(**trainer: Any) -> str:
         cloud = {"infra": "aws/us-east-1", "accelerators": "H100:8"}

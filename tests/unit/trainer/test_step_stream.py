@@ -320,6 +320,40 @@ def test_leases_of_another_step_are_ignored(coordinator, stream):
     assert not stream.holds_lease
 
 
+def test_a_grant_that_crosses_a_request_for_more_prompts_is_ignored(coordinator, stream):
+    connection, _ = coordinator.accept()
+    request(stream, groups=1)
+    connection.hear()
+    connection.say(group(0))
+    stream.next_groups()
+    stream.request_more([PromptSpec(1, b"\0\0\0\0")])
+    asked = connection.hear()
+    assert (len(asked.prompts), asked.keeps_lease) == (2, False)
+    connection.say(GrantLeaseMessage(0, 1), group(1))  # what it holds the engines have again
+    assert numbers(stream.next_groups()) == [1]
+    assert not stream.holds_lease
+    connection.say(GrantLeaseMessage(0, 2))
+    stream.hold_lease()
+
+
+def test_a_request_for_more_prompts_keeps_the_lease_until_a_recall_is_answered(coordinator, stream):
+    first, _ = coordinator.accept()
+    request(stream, groups=1)
+    first.hear()
+    first.say(GrantLeaseMessage(0, 1), group(0))
+    stream.next_groups()
+    stream.request_more([PromptSpec(1, b"\0\0\0\0")])
+    assert first.hear().keeps_lease
+    assert stream.holds_lease
+    first.say(RecallLeaseMessage(0))
+    eventually(lambda: stream._recalled)
+    first.drop()
+    stream.answer_recall()
+    second, hello = coordinator.accept()
+    assert not hello.holds_lease
+    assert not second.hear().keeps_lease, "or the coordinator waits for an answer for ever"
+
+
 def test_waits_are_timed_with_and_without_the_lease(coordinator, stream):
     connection, _ = coordinator.accept()
     request(stream)

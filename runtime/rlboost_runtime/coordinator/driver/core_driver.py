@@ -90,7 +90,8 @@ from rlboost_runtime.seams import Clock, Disk
 log = logging.getLogger(__name__)
 
 STEP_HEADER = b"S"
-"""First byte of the journal record that opens a step: what was asked for."""
+"""First byte of the journal record that opens a step: what was asked for; later in a segment, of one that
+extends the step."""
 TOKENS = b"T"
 """First byte of a journal record of accepted tokens."""
 FORGOTTEN = b"F"
@@ -114,6 +115,8 @@ class Carried(NamedTuple):
     records: list[bytes]
     request: StepStartedMessage | None = None
     """The longer one of that request and the present one."""
+    is_other: bool = False
+    """The segment is of another request for the step: nothing is taken over, not its numbers either."""
 
 
 NOTHING_CARRIED = Carried((), [])
@@ -229,6 +232,9 @@ class CoreDriver:
         self.journal = Journal(run.journal, disk, self._journal_problem, lambda: self.events.size)
         self.requests = RequestDesk(run.requests, lambda folder: Journal(folder, disk, self._journal_problem))
         self.step: OpenStep | None = None
+        self.wanted = range(2**31)
+        """The groups that the trainer has asked for and does not have. One that was killed has not asked
+        again for all that a step has which was extended."""
         self._outlet = outlet
         self._observers = tuple(observers)
         self._keep_journal = keep_journal
@@ -282,7 +288,7 @@ class CoreDriver:
             case Abort() | LoadVersion() | Sleep() | Wake() | Evict():
                 self._outlet.to_agent(command)
             case DeliverGroup(group=group):
-                if self.step is not None and not self.step.request.are_episodes:
+                if self.step is not None and not self.step.request.are_episodes and group in self.wanted:
                     self._outlet.deliver(self.finished_group(group))
             case EndRequest(response=response, reason=reason):
                 if reason is FinishReason.QUARANTINED:
@@ -349,6 +355,10 @@ class CoreDriver:
             finished: dict[int, FinishReason] = {}
             if self.step is not None and request.begins(self.step.request):
                 request = self.step.request
+            elif self.step is not None and self.step.request.begins(request):
+                await self._extend(self.step, request)
+                if self.core.is_ending:
+                    return
             else:
                 carried = await self._carried(request)
                 request = carried.request or request
@@ -360,6 +370,7 @@ class CoreDriver:
                     log, "step.opened", step=request.step, policy_version=request.policy_version,
                     carried=len(finished),
                 )  # fmt: skip
+            assert self.step is not None
             requests = self.step.requests()
             on_open()
             for lost in self._disagreements():
@@ -374,21 +385,32 @@ class CoreDriver:
                 if self.core.response(response).finish_reason is None:
                     self.apply(Finished(self.now(), response, self.store.length(response), reason))
 
+    async def _extend(self, step: OpenStep, request: StepStartedMessage) -> None:
+        """Add what a longer request for the open step asks for, behind what it has. What comes meanwhile of
+        its first prompts is taken in as before."""
+        longer = OpenStep(request, step.first_response)
+        self.store.extend(longer.limits()[len(step.all_responses()) :])
+        self.journal.append(_header(StepHeader(longer.first_response, request)))
+        await self.journal.flushed()
+        self.step = longer
+        log_event(log, "step.extended", step=request.step, prompts=len(request.prompts))
+
     async def _carried(self, request: StepStartedMessage) -> Carried:
         """Return what the journal holds of the same request: a trainer that was killed before its checkpoint
         requests an earlier step again, and the step that it had requested ahead. Of two that differ in
         further prompts the longer one counts."""
         await self.journal.flushed()
         reader = Journal.read(self.run.journal, request.step)
-        records = iter(reader)
-        first = next(records, None)
-        if first is None:
+        records = list(reader)
+        headers = [step_header(record) for record in records if record.startswith(STEP_HEADER)]
+        if not headers:
             return NOTHING_CARRIED
-        header = msgspec.msgpack.decode(first[1:], type=StepHeader)
-        if not header.request.begins(request) and not request.begins(header.request):
-            return NOTHING_CARRIED
-        longer = request if header.request.begins(request) else header.request
-        carried = Carried((header.first_response, *header.carried_from), list(records), longer)
+        first, asked = headers[0], headers[-1].request
+        if not asked.begins(request) and not request.begins(asked):
+            return NOTHING_CARRIED._replace(is_other=True)
+        longer = request if asked.begins(request) else asked
+        tokens = [record for record in records if not record.startswith(STEP_HEADER)]
+        carried = Carried((first.first_response, *first.carried_from), tokens, longer)
         self._note_damage(reader)
         return carried
 
@@ -398,14 +420,22 @@ class CoreDriver:
         """Begin the step's segment, with the tokens that it takes over under new numbers; return the step and
         which responses are complete. From here on, what still comes for the former step is dropped."""
         known = self.core.step
-        lost_header = known is not None and not known.trained and self.totals.open_step == _key(request)
-        step = OpenStep(request, self.totals.first_response if lost_header else self.totals.next_response)
+        step = OpenStep(request, self.totals.first_response)
+        lost_header = (
+            known is not None
+            and not known.trained
+            and self.totals.open_step == _key(request)
+            and not carried.is_other
+            and len(known.responses) <= len(step.all_responses())
+        )
+        if not lost_header:
+            step = OpenStep(request, self.totals.next_response)
         self.step = None
         self._open_store(step)
         self.journal.open_step(request.step, fresh=True)
         openings = tuple(first for first in carried.openings if first != step.first_response)
         header = StepHeader(step.first_response, request, openings)
-        self.journal.append(STEP_HEADER + msgspec.msgpack.encode(header))
+        self.journal.append(_header(header))
         moved = [_moved(record, step.first_response - carried.openings[0]) for record in carried.records]
         finished = self._restore(moved)
         for record in moved:
@@ -523,9 +553,7 @@ class CoreDriver:
         below it, as it is the time in seconds."""
         next_response = self.totals.next_response
         for path in self.run.journal.glob("step-*.seg"):
-            first = next(iter(SegmentReader(path)), None)
-            if first is not None:
-                header = msgspec.msgpack.decode(first[1:], type=StepHeader)
+            for header in (step_header(each) for each in SegmentReader(path) if each.startswith(STEP_HEADER)):
                 step = OpenStep(header.request, header.first_response)
                 next_response = max(next_response, step.all_responses().stop)
         events: list[Event] = [
@@ -543,28 +571,39 @@ class CoreDriver:
         if header is None:  # trained and dropped: the trainer asks for the next one
             self._note_damage(reader)
             return
-        opened = msgspec.msgpack.decode(header[1:], type=StepHeader)
+        opened = step_header(header)
         if opened.first_response != self.totals.first_response:  # of an opening whose event was never logged
             return
         self.step = OpenStep(opened.request, opened.first_response)
         self._open_store(self.step)
         finished = self._restore(records)
         self._note_damage(reader)
+        assert self.core.step is not None
+        if len(self.core.step.responses) > len(self.step.all_responses()):  # what extended it is damaged
+            self.step = None
+            return
         self.journal.open_step(step)
-        if self.core.step is not None and not self.core.step.trained:
+        if not self.core.step.trained:
             self._late += self._disagreements()
         if resumes:
             self._restore_assignments()
         for response, reason in finished.items():
-            if self.core.response(response).finish_reason is None:
+            known = self.core.step.responses.get(response)
+            if known is not None and known.finish_reason is None:  # of others the core has lost the request
                 event = Finished(0.0, response, self.store.length(response), reason)
                 self._late.append(event)
 
     def _restore(self, records: Iterable[bytes]) -> dict[int, FinishReason]:
-        """Apply journal records to the open step's store; return which responses are complete, and why."""
+        """Apply journal records to the open step and its store; return which responses are complete, and
+        why."""
         finished: dict[int, FinishReason] = {}
         for record in records:
-            if record.startswith(FORGOTTEN):
+            if record.startswith(STEP_HEADER):
+                assert self.step is not None
+                former, header = self.step, step_header(record)
+                self.step = OpenStep(header.request, former.first_response)
+                self.store.extend(self.step.limits()[len(former.all_responses()) :])
+            elif record.startswith(FORGOTTEN):
                 for response in msgspec.msgpack.decode(record[1:], type=list[int]):
                     self.store.forget(response)
                     finished.pop(response, None)
@@ -640,6 +679,15 @@ class CoreDriver:
         if problem is not None:
             log_event(log, "journal.failed", problem=problem)
         self.journal_problem = problem
+
+
+def step_header(record: bytes) -> StepHeader:
+    """Return what a journal record says that opens or extends a step."""
+    return msgspec.msgpack.decode(record[1:], type=StepHeader)
+
+
+def _header(header: StepHeader) -> bytes:
+    return STEP_HEADER + msgspec.msgpack.encode(header)
 
 
 def _moved(record: bytes, shift: int) -> bytes:

@@ -96,7 +96,8 @@ class RunTotals:
         self.num_commands += len(commands)
         match event:
             case StepStarted(step=step, policy_version=version, requests=requests):
-                if self.open_step != (step, version):
+                is_other = bool(requests) and requests[0].response != self.first_response
+                if self.open_step != (step, version) or is_other:
                     if self.open_step is not None and step <= self.open_step[0]:
                         self.tokens_redone += self.tokens_in_step
                     self.open_step = (step, version)
@@ -108,7 +109,7 @@ class RunTotals:
                     self.tokens_in_step = 0
                     self.assigned = Counter()
                     self.holders, self.migrated, self.rebalanced = {}, set(), set()
-                elif requests and requests[0].response == self.first_response:  # perhaps more of them
+                elif requests:  # perhaps more of them
                     self.requested += max(0, len(requests) - self.in_step)
                     self.in_step = max(self.in_step, len(requests))
                     self.next_response = max(self.next_response, requests[-1].response + 1)

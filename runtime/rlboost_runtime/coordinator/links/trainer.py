@@ -70,8 +70,6 @@ class TrainerLink:
         self._resumes_lease = self._has_requested = False
         self._asked: wire.StepStartedMessage | None = None
         """What was requested last on this connection."""
-        self._wanted = range(0)
-        """The groups of it that the trainer does not have."""
         self._last_trained = max((record.step for record in ledger.steps()), default=-1)
         self._trained_at: float | None = None
         self.connected = False
@@ -83,18 +81,14 @@ class TrainerLink:
     # --- commands out -------------------------------------------------------------------------------------
 
     def deliver(self, group: wire.DeliverGroupMessage) -> None:
-        """Hand over a finished group; without a trainer it is delivered on the next request.
-
-        A trainer that was killed has not asked again for all that the open step has, if that was extended.
-        """
-        if group.group in self._wanted:
-            self._send(group)
+        """Hand over a finished group; without a trainer it is delivered on the next request."""
+        self._send(group)
 
     def lease(self, command: GrantLease | RecallLease) -> None:
         """Grant the GPU to the trainer, or recall it."""
         match command:
             case GrantLease(step=step):
-                self._send(wire.GrantLeaseMessage(step))
+                self._send(wire.GrantLeaseMessage(step, len(self._asked.prompts) if self._asked else 0))
             case RecallLease(step=step):
                 self._send(wire.RecallLeaseMessage(step))
 
@@ -188,29 +182,32 @@ class TrainerLink:
         keeps_lease = request.keeps_lease
         request = msgspec.structs.replace(request, keeps_lease=False)  # not part of what is requested
         resumes, self._resumes_lease = self._resumes_lease, False
-        self._wanted = range(self._num_delivered(request), len(request.prompts))
-        self._asked = request
+        generation = self._generation
+
+        def on_open() -> None:
+            if generation == self._generation:
+                self._requested(request)
+
         same = driver.step is not None and driver.step.request == request and driver.is_step_known
         if same and resumes and driver.core.lease in (LeaseState.TRAINER, LeaseState.RECALLING):
             # It never stopped training: hand over what it may have missed, and leave the GPU with it.
             assert driver.step is not None
-            self._requested()
+            self._requested(request)
             for group in driver.core.complete_groups() if not request.are_episodes else ():
                 self.deliver(driver.finished_group(group))
             self.lease(GrantLease(request.step))
             if driver.core.lease is LeaseState.RECALLING:
                 self.lease(RecallLease(request.step))
             return
-        await driver.open_step(request, keeps_lease=keeps_lease, on_open=self._requested)
+        await driver.open_step(request, keeps_lease=keeps_lease, on_open=on_open)
 
-    def _num_delivered(self, request: wire.StepStartedMessage) -> int:
-        """Return how many of its groups a trainer has that adds prompts to its last request: it waits for all
-        groups before it does."""
-        former = self._asked
+    def _requested(self, request: wire.StepStartedMessage) -> None:
+        """The core is about to learn of the trainer's request: groups and leases are for that one from now
+        on. A trainer that adds prompts to its last request has all groups of that."""
+        former, self._asked = self._asked, request
         is_longer = former is not None and former != request and former.begins(request)
-        return len(former.prompts) if former is not None and is_longer else 0
-
-    def _requested(self) -> None:
+        first = len(former.prompts) if former is not None and is_longer else 0
+        self._driver.wanted = range(first, len(request.prompts))
         self._has_requested = True
         step = self._driver.step
         if step is not None and step.request.are_episodes:

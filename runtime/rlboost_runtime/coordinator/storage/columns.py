@@ -264,6 +264,11 @@ class AssignmentTable:
         if self.row(assignment) != self.nowhere:
             self.set(assignment, self.nowhere)
 
+    def move_nowhere(self, nowhere: int) -> None:
+        """Let `nowhere` be the row of all assignments that are not current."""
+        self._rows[self._rows == self.nowhere] = nowhere
+        self.nowhere = nowhere
+
     def num_current(self) -> int:
         """Return how many assignments are current."""
         return int((self._rows != self.nowhere).sum())
@@ -299,6 +304,19 @@ class TokenMatrix:
         needed = num_rows * -(-max_tokens // BLOCK) * BLOCK
         if not needed <= len(self._pairs) <= 4 * needed:
             self._allocate(needed)
+
+    def extend(self, num_rows: int, max_tokens: int, lengths_R: NDArray[np.uint32]) -> None:
+        """Make room for `num_rows` rows of `max_tokens`, more than before; the first ones keep what they
+        hold, `lengths_R` tokens."""
+        former, former_rows = self._pairs, self._num_rows
+        self._num_rows = num_rows
+        self._allocate(num_rows * -(-max_tokens // BLOCK) * BLOCK)
+        for block in range(-(-int(lengths_R.max(initial=0)) // BLOCK)):
+            rows_K = np.flatnonzero(lengths_R > block * BLOCK)
+            start = block * former_rows * BLOCK
+            held = former[start : start + former_rows * BLOCK].reshape(former_rows, BLOCK)
+            start = block * num_rows * BLOCK
+            self._pairs[start : start + num_rows * BLOCK].reshape(num_rows, BLOCK)[rows_K] = held[rows_K]
 
     def scatter(self, rows_N: Ints, deltas: TokenDeltas) -> None:
         """Write each delta into its row, from its offset on."""

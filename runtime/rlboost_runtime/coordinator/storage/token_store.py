@@ -127,6 +127,21 @@ class TokenStore:
         self._mute: dict[int, int] = {}  # assignment that may only end -> row
         self._owed: dict[int, int] = {}  # assignment -> end of the furthest delta that left a gap
 
+    def extend(self, limits: Sequence[int]) -> None:
+        """Hold further responses, behind the others, each of at most so many tokens."""
+        if not all(0 < limit < 2**31 for limit in limits):
+            raise ValueError(f"limits of further responses of step {self._step} are {list(limits)[:10]}...")
+        former, self._num_rows = self._num_rows, self._num_rows + len(limits)
+        longest = max(int(self._limits[former]), max(limits, default=1))
+        self._matrix.extend(self._num_rows, longest, self._lengths[:former])
+        self._limits = np.array([*self._limits[:former].tolist(), *limits, longest], U32)
+        self._least_limit = int(self._limits.min())
+        more = (0, len(limits))
+        self._lengths = np.pad(self._lengths, more)
+        self._open_versions = np.pad(self._open_versions, more, constant_values=_NO_VERSION)
+        self._holders = np.pad(self._holders, more)
+        self._assignments.move_nowhere(self._num_rows)
+
     def assign(self, assignment: int, response: int, instance: str) -> int:
         """Let `assignment` alone add to `response`; return how many tokens are kept (its first offset).
 

@@ -156,6 +156,7 @@ class StepResponses:
             self.responses[response.response] = response
             self._members.setdefault(response.group, []).append(response)
             self._unfinished_of[response.group] = self._unfinished_of.get(response.group, 0) + 1
+            self.trained = False
         return found
 
     @property

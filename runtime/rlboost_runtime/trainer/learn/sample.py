@@ -140,6 +140,11 @@ class GroupSelection:
             return True
         return group - sum(each < group for each in self._flat) < self.wanted
 
+    @property
+    def num_missing(self) -> int:
+        """Groups that the step lacks so far."""
+        return self.wanted - len(self._chosen)
+
     def num_to_ask_for(self, num_arrived: int) -> int:
         """Return how many further prompts are likely to suffice, once `num_arrived`, all, have arrived; 0:
         the step is full.
@@ -147,7 +152,7 @@ class GroupSelection:
         What is missing over the share of useful groups so far, at most `wanted`: a step without any useful
         group asks for as many as it began with.
         """
-        missing = self.wanted - len(self._chosen)
+        missing = self.num_missing
         if self.policy != "replace" or missing <= 0:
             return 0
         num_useful = num_arrived - len(self._flat)

@@ -377,7 +377,10 @@ class StepStream(Generic[Group]):
         known = self._known_version = welcome.published_version
         is_news = self._published is not None and (known is None or known < self._published.version)
         published = self._published if is_news else None
-        said = (published, self._trained, self._checkpointed, self._evaluated, self._request)
+        request = self._request
+        if request is not None and request.keeps_lease and not self._lease:  # a recall was answered since
+            request = msgspec.structs.replace(request, keeps_lease=False)
+        said = (published, self._trained, self._checkpointed, self._evaluated, request)
         all_said = (*said, *self._episodes.values(), self._final)
         return [message for message in all_said if message is not None]
 
@@ -390,9 +393,9 @@ class StepStream(Generic[Group]):
                     is_current = self._is_current(step)
                 if is_current:
                     self._on_opened(first_response)
-            case GrantLeaseMessage(step=step):
+            case GrantLeaseMessage(step=step, num_groups=num_groups):
                 with self._changed:
-                    if self._is_current(step):
+                    if self._is_current(step) and num_groups in (0, self._num_groups()):
                         self._lease, self._recalled = True, False
                         self._changed.notify_all()
             case RecallLeaseMessage(step=step):
