@@ -182,15 +182,16 @@ def _metric_row(metric: Metric) -> str:
 
 
 COMING_FROM = """\
-`rlboost init --from FILE` writes a job file from a configuration of veRL, TRL or prime-rl. Each line names
-the option that it comes from; a default of theirs that is not ours gets a line, too. What the job file does
-not express, or not exactly, is printed, and listed in its last lines, each option with the reason. Machines
-and budget are those of a template.
+`rlboost init --from FILE` writes a job file from a configuration of veRL, TRL, prime-rl or OpenRLHF. Each
+line names the option that it comes from; a default of theirs that is not ours gets a line, too. What the job
+file does not express, or not exactly, is printed, and listed in its last lines, each option with the reason.
+Machines and budget are those of a template.
 
 ```sh
 rlboost init job.yaml --from run_qwen3_8b.sh
 rlboost init job.yaml --from grpo.yaml --devices 8 --template own-machines
 rlboost init job.yaml --from rl.toml
+rlboost init job.yaml --from train_ppo.sh
 rlboost check job.yaml
 ```
 
@@ -201,9 +202,10 @@ rlboost check job.yaml
 - **TRL**: the arguments of its GRPO trainer as YAML or JSON. How many GPUs trained, they do not say:
   `--devices`. TRL's own trainer can also train, and the fleet generate ([own-trainer.md](own-trainer.md)).
 - **prime-rl**: the TOML file of a run.
-- **OpenRLHF** has no file of options to translate; `rlboost init --template reinforce-pp-8b` writes its
-  REINFORCE++, `--template ppo-8b` its PPO. Its SFT, rejection sampling and online DPO are in
-  [stages](stages.md).
+- **OpenRLHF**: a shell script that runs `openrlhf.cli.train_ppo_ray`, read as veRL's are. Options have the
+  names of the present version (`--actor.adam.lr`); those of versions up to 0.9 (`--actor_learning_rate`)
+  are known, too. `rlboost init --template reinforce-pp-8b` writes its REINFORCE++, `--template ppo-8b` its
+  PPO. Its SFT, rejection sampling and online DPO are in [stages](stages.md).
 
 What differs even where all options agree:
 
@@ -220,7 +222,7 @@ tables, an option without a default has none, and * stands for any text."""
 def coming_from_page() -> str:
     """Return docs/coming-from.md."""
     parts = [
-        "# Coming from veRL, TRL or prime-rl",
+        "# Coming from veRL, TRL, prime-rl or OpenRLHF",
         "<!-- Written by docs/generate.py from rlboost_cli/foreign/: do not edit. -->",
         COMING_FROM,
     ]

@@ -28,7 +28,7 @@ def init(
     ] = None,
     foreign: Annotated[
         Path | None,
-        typer.Option("--from", help="Translate a configuration of veRL, TRL or prime-rl"),
+        typer.Option("--from", help="Translate a configuration of veRL, TRL, prime-rl or OpenRLHF"),
     ] = None,
     devices: Annotated[
         int | None, typer.Option("--devices", min=1, help="GPUs that TRL trained on, for --from")

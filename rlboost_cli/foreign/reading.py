@@ -15,13 +15,14 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from rlboost_cli.foreign.mapping import Framework
+from rlboost_cli.foreign.openrlhf import OPENRLHF, PROGRAM
 from rlboost_cli.foreign.prime_rl import PRIME_RL
-from rlboost_cli.foreign.shell import read_script
+from rlboost_cli.foreign.shell import ScriptOptions, read_script
 from rlboost_cli.foreign.trl import TRL
 from rlboost_cli.foreign.verl import VERL
 from rlboost_runtime.errors import ConfigError
 
-FRAMEWORKS = (VERL, TRL, PRIME_RL)
+FRAMEWORKS = (VERL, TRL, PRIME_RL, OPENRLHF)
 _WHOLE = {"lr_scheduler_kwargs", "chat_template_kwargs", "data.apply_chat_template_kwargs"}
 """Options whose value is a section."""
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
@@ -51,8 +52,9 @@ def read_foreign(path: Path, environment: Mapping[str, str] = os.environ) -> For
         ) from exc
     if not found.options and not found.unknown:
         raise ConfigError(
-            f"{path} has no options of veRL, TRL or prime-rl",
-            "give veRL's YAML or script with a.b=value, TRL's arguments as YAML or JSON, or prime-rl's TOML",
+            f"{path} has no options of veRL, TRL, prime-rl or OpenRLHF",
+            "give veRL's YAML or script with a.b=value, TRL's arguments as YAML or JSON, prime-rl's TOML,"
+            f" or a script that runs OpenRLHF's {PROGRAM}",
         )
     return found
 
@@ -68,6 +70,8 @@ def _read(path: Path, text: str, environment: Mapping[str, str]) -> ForeignFile:
         case _:
             script = read_script(text, environment)
             unknown = {name: f"depends on {reason}" for name, reason in script.open.items()}
+            if script.program:
+                return ForeignFile(OPENRLHF, _flags(path, script), unknown)
             values = {name: _value(raw) for name, raw in script.options.items()}
             return ForeignFile(VERL, _without_interpolations(values), unknown if values else {})
     options = _flat(data) if isinstance(data, dict) else {}
@@ -75,6 +79,21 @@ def _read(path: Path, text: str, environment: Mapping[str, str]) -> ForeignFile:
         return ForeignFile(VERL, _without_interpolations(options))
     known = {*TRL.defaults, *TRL.renamed}
     return ForeignFile(TRL, options if known & set(options) else {})
+
+
+def _flags(path: Path, script: ScriptOptions) -> dict[str, Any]:
+    """Return the options of OpenRLHF's trainer; those with several values are lists."""
+    if script.program != PROGRAM:
+        raise ConfigError(
+            f"{path} runs OpenRLHF's {script.program}, and only {PROGRAM} is translated",
+            "SFT, rejection sampling and online DPO are in docs/stages.md",
+        )
+    found: dict[str, Any] = {}
+    for name, words in script.flags.items():
+        if name not in script.open:
+            values = [_value(word) for word in words]
+            found[name] = True if not values else values[0] if len(values) == 1 else values
+    return found
 
 
 def _flat(data: Mapping[str, Any], before: str = "") -> dict[str, Any]:

@@ -17,6 +17,11 @@ from dataclasses import dataclass, field
 _CLOSES = {"'": "'", '"': '"', "`": "`", "(": ")", "{": "}"}
 _ASSIGNMENT = re.compile(r"(?:(?:export|local|readonly|declare)\s+)?([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _OPTION = re.compile(r"[+~]{0,2}([A-Za-z_][\w/]*(?:[.@][\w/]+)*)=(.*)", re.DOTALL)
+_PROGRAM = re.compile(r".*\bopenrlhf[./]cli[./](\w+?)(?:\.py)?")
+_FLAG = re.compile(r"--([A-Za-z_][\w.]*)(?:=(.*))?", re.DOTALL)
+_ARRAY = re.compile(r'"?\$\{(\w+)\[[@*]\]\}"?')
+_VARIABLE = re.compile(r'"?\$\{?(\w+)\}?"?')
+_AFTER_FLAGS = re.compile(r"\||&.*|;|\d?>.*|<.*")
 _BEGINS, _ENDS = {"case", "if", "for", "while", "until"}, {"esac", "fi", "done"}
 _SUMS = {
     ast.Add: operator.add,
@@ -39,6 +44,10 @@ class ScriptOptions:
     options: dict[str, str] = field(default_factory=dict)
     open: dict[str, str] = field(default_factory=dict)
     """Options, or other words, with values that stay open, and why."""
+    flags: dict[str, list[str]] = field(default_factory=dict)
+    """What the script passes to a program of OpenRLHF as `--name value ...`, by name; no value: a switch."""
+    program: str = ""
+    """That program, such as train_ppo_ray."""
 
 
 @dataclass(slots=True)
@@ -108,8 +117,51 @@ class _Script:
         while words and (found := _ASSIGNMENT.fullmatch(words[0])):
             self._assign(found[1], found[3], is_more=bool(found[2]), is_sure=is_sure)
             words = words[1:]
+        for number, word in enumerate(words):
+            if found := _PROGRAM.fullmatch(word.strip("\"'")):
+                self.found.program = found[1]
+                self._take_flags(words[number + 1 :], is_sure=is_sure)
+                return
         for word in words:
             self._take_option(word, is_sure=is_sure)
+
+    def _take_flags(self, words: list[str], *, is_sure: bool) -> None:
+        """Take `--name value ...`, up to where the command ends."""
+        name = ""
+        for word in self._spliced(words):
+            if _AFTER_FLAGS.fullmatch(word):
+                return
+            raw: str | None = word
+            if flag := _FLAG.fullmatch(word):
+                name, raw = flag[1], flag[2]
+                self.found.flags[name] = []
+                self.found.open.pop(name, None)
+            if not name or raw is None:
+                continue
+            try:
+                if not is_sure:
+                    raise Open("a condition of the script")
+                self.found.flags[name] += self.expand(raw)
+            except Open as problem:
+                self.found.open[name] = str(problem)
+
+    def _spliced(self, words: list[str]) -> Iterator[str]:
+        """Yield words, those of arrays and of variables that hold options in their places."""
+        for word in words:
+            array, variable = _ARRAY.fullmatch(word), _VARIABLE.fullmatch(word)
+            found = array or variable
+            value = "" if found is None else self._values.get(found[1], "")
+            if isinstance(value, Open):
+                if array is not None:
+                    self.found.open[word.strip('"')] = str(value)
+                else:
+                    yield word
+            elif array is not None and isinstance(value, list):
+                yield from self._spliced(value)
+            elif isinstance(value, str) and value.lstrip().startswith("--"):
+                yield from (each for statement in _statements(value) for each in statement)
+            else:
+                yield word
 
     def _assign(self, name: str, raw: str, *, is_more: bool, is_sure: bool) -> None:
         value: str | list[str] | Open
@@ -127,7 +179,7 @@ class _Script:
         self._values[name] = value
 
     def _take_option(self, word: str, *, is_sure: bool) -> None:
-        array = re.fullmatch(r'"?\$\{(\w+)\[[@*]\]\}"?', word)
+        array = _ARRAY.fullmatch(word)
         if array is not None:
             value = self._values.get(array[1], [])
             if isinstance(value, Open):

@@ -40,6 +40,7 @@ table.
     journal/          step-000012.seg: tokens                               coordinator
     requests/         the same of requests to the endpoint, until they are delivered        coordinator
     weights/          v000012/: immutable versions                          trainer
+    former_versions/  v000012.json: manifests of versions whose files may be gone    trainer
     checkpoints/      step-000012/, and `model/` at the end                 trainer
     metrics.jsonl     a line per step                                       trainer
     forked.json       {"ancestors"}: the checkpoints that a fork goes back to       CLI

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from rlboost_cli.foreign.job_text import translated_job
 from rlboost_cli.foreign.mapping import Framework, Translation, our_default, translate
+from rlboost_cli.foreign.openrlhf import OPENRLHF
 from rlboost_cli.foreign.prime_rl import PRIME_RL
 from rlboost_cli.foreign.reading import FRAMEWORKS, read_foreign
 from rlboost_cli.foreign.shell import read_script
@@ -416,6 +417,88 @@ def test_a_toml_of_prime_rl(tmp_path: Path) -> None:
     assert "your machines" in found["inference.vllm.gpu_memory_utilization"]
 
 
+FILTERED = """\
+MODEL=Qwen/Qwen3-8B
+PLACE=$(pwd)
+DATA=(
+   --data.prompt_dataset zhuzilin/dapo-math-17k   # of the hub
+   --data.input_key prompt
+   --data.label_key label
+   --data.max_len 10240
+   --rollout.max_new_tokens 8192
+   --data.apply_chat_template
+   # --reward.model_name_or_path ${REWARDS}
+)
+MORE="--actor.adam.lr 5e-7 --actor.entropy_coef 0.0"
+ray job submit --address="http://127.0.0.1:8265" --runtime-env-json='{"working_dir": "/o"}' \\
+   -- python3 -m openrlhf.cli.train_ppo_ray \\
+   ${DATA[@]} $MORE \\
+   --actor.model_name_or_path ${MODEL} \\
+   --reward.remote_url /o/reward_func.py \\
+   --rollout.batch_size 128 --rollout.n_samples_per_prompt 8 --train.batch_size=256 \\
+   --algo.advantage.estimator group_norm \\
+   --algo.dynamic_filtering_enable --algo.dynamic_filtering_range 0.0 1.0 \\
+   --algo.kl.init_coef 1e-3 --algo.kl.use_loss --algo.kl.estimator k3 \\
+   --algo.advantage.is_correction_enable --algo.advantage.is_correction_type icepop \\
+   --actor.eps_clip_low_high 0.2 0.27 \\
+   --actor.lr_warmup_ratio 0 \\
+   --ckpt.output_dir ${PLACE}/out --vllm.num_engines 4 --my.own 1 2>&1 | tee log --not.ours
+"""
+
+
+def test_a_script_of_openrlhf(tmp_path: Path) -> None:
+    text, left = translated_job(written(tmp_path, "filtered.sh", FILTERED), "aws", None)
+    job, found = checked(text), reasons(left)
+    algorithm = job.algorithm
+    assert (job.model, algorithm.loss, algorithm.learning_rate) == ("Qwen/Qwen3-8B", "dapo", 5e-7)
+    assert (algorithm.group_size, algorithm.prompts_per_step, algorithm.minibatches_per_step) == (8, 128, 4)
+    assert (algorithm.max_prompt_tokens, algorithm.max_response_tokens) == (2048, 8192)
+    assert (algorithm.zero_variance_groups, algorithm.max_refills) == ("replace", 10)
+    assert algorithm.kl is not None
+    assert (algorithm.kl.coef, algorithm.kl.estimator, algorithm.kl.is_in_reward) == (0.001, "k3", False)
+    assert (algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip) == (0.2, 0.27, None)
+    correction = (algorithm.importance_sampling, algorithm.importance_floor, algorithm.importance_cap)
+    assert correction == ("icepop", 0.5, 5.0)
+    assert (algorithm.learning_rate_schedule, algorithm.learning_rate_floor) == ("cosine", 0.1)
+    assert (algorithm.old_logprobs, algorithm.adam_betas) == ("recompute", [0.9, 0.95])
+    assert json.loads(job.model_dump_json(exclude_unset=True))["data"] == {
+        "dataset": "zhuzilin/dapo-math-17k", "prompt_field": "prompt", "chat_template": "tokenizer",
+    }  # fmt: skip
+    assert found.keys() >= {"reward.remote_url", "data.label_key", "train.num_episodes", "ckpt.output_dir"}
+    assert "a command that the script runs" in found["ckpt.output_dir"]
+    assert found["my.own"] == "no counterpart"
+    assert not found.keys() & {"not.ours", "address", "runtime-env-json", "reward.model_name_or_path"}
+
+
+def test_a_ppo_script_of_an_earlier_openrlhf(tmp_path: Path) -> None:
+    script = """deepspeed --module openrlhf.cli.train_ppo_ray \\
+        --pretrain a/policy --reward_pretrain a/reward --actor_learning_rate 5e-7 \\
+        --critic_learning_rate 9e-6 \\
+        --prompt_data a/prompts,b.jsonl --prompt_data_probs 0.75,0.25 --input_key messages \\
+        --rollout_batch_size 1024 --train_batch_size 128 --prompt_max_len 1000 --generate_max_len 1024 \\
+        --freezing_actor_steps 16 --normalize_reward --zero_stage 3 --bf16 --micro_train_batch_size 8
+    """
+    text, left = translated_job(written(tmp_path, "old.sh", script), "aws", None)
+    job, found = checked(text), reasons(left)
+    assert (job.algorithm.loss, job.algorithm.group_size) == ("ppo", 1)
+    assert job.algorithm.critic is not None
+    assert (job.algorithm.critic.critic, job.algorithm.critic.warmup_steps) == ("a/reward", 2)
+    assert (job.algorithm.max_prompt_tokens, job.algorithm.max_response_tokens) == (1000, 1024)
+    assert job.algorithm.minibatches_per_step == 8
+    assert job.algorithm.kl is not None
+    assert (job.algorithm.kl.coef, job.algorithm.kl.is_in_reward) == (0.01, True)
+    assert isinstance(job.data, list)
+    assert [each.weight for each in job.data] == [0.75, 0.25]
+    assert found.keys() >= {"reward_pretrain", "normalize_reward", "zero_stage", "bf16"}
+    assert "no counterpart" not in found.values()
+
+
+def test_other_programs_of_openrlhf_are_refused(tmp_path: Path) -> None:
+    script = "torchrun --nproc 8 openrlhf/cli/train_sft.py --data.max_len 2048"
+    with pytest.raises(ConfigError, match="runs OpenRLHF's train_sft, and only train_ppo_ray is translated"):
+        read_foreign(written(tmp_path, "sft.sh", script))
+
+
 # --- nothing is dropped -------------------------------------------------------------------------------------
 
 OTHERS = {
@@ -434,6 +517,26 @@ OTHERS = {
     "orchestrator.seq_len": 4096,
     "seq_len": 4096,
     "actor_rollout_ref.rollout.top_p": 0.9,
+    "actor.adam.betas": [0.8, 0.9],
+    "actor.eps_clip_low_high": [0.1, 0.3],
+    "actor.lr_scheduler": "linear",
+    "actor.min_lr_ratio": 0.2,
+    "actor.lr_warmup_ratio": 0.1,
+    "actor.entropy_coef": 0.001,
+    "actor.dual_clip": 3.0,
+    "algo.advantage.estimator": "rloo",
+    "algo.advantage.is_correction_threshold": [0.3, 4.0],
+    "algo.advantage.is_correction_type": "icepop",
+    "algo.dynamic_filtering_range": [0.1, 0.9],
+    "algo.kl.estimator": "k2",
+    "algo.kl.target": 6.0,
+    "critic.freezing_steps": 16,
+    "data.prompt_probs": 1.0,
+    "ds.lora.target_modules": ["q_proj"],
+    "prompt_max_len": 256,
+    "reward.overlong_buffer_len": 128,
+    "rollout.max_new_tokens": 1024,
+    "rollout.n_samples_per_prompt": 4,
 }
 
 
@@ -458,7 +561,7 @@ def another(option: str, default: Any) -> Any:
 
 @pytest.mark.parametrize("framework", FRAMEWORKS, ids=lambda each: each.name)
 def test_every_option_is_in_the_job_or_in_the_list(framework: Framework, tmp_path: Path) -> None:
-    ending = {VERL.name: ".yaml", TRL.name: ".json", PRIME_RL.name: ".toml"}[framework.name]
+    ending = {VERL.name: ".yaml", TRL.name: ".json", PRIME_RL.name: ".toml"}.get(framework.name, ".sh")
     for option, default in framework.defaults.items():
         found = translate(framework, {option: another(option, default)})
         said = {name for line in found.fields.values() for name in line.options}
@@ -493,6 +596,19 @@ def test_whatever_option_is_set_the_job_is_valid(framework: Framework, tmp_path:
         checked(text_of(framework, given, tmp_path))
 
 
+def test_whatever_option_of_openrlhf_is_set_the_job_is_valid(tmp_path: Path) -> None:
+    begin = {"rollout.n_samples_per_prompt": 8}
+    for estimator in ("gae", "group_norm", "reinforce_baseline"):
+        for option, default in OPENRLHF.defaults.items():
+            given = {"algo.advantage.estimator": estimator, **begin, option: another(option, default)}
+            words = ["python3 -m openrlhf.cli.train_ppo_ray"]
+            for name, value in given.items():
+                values = [] if value is True else value if isinstance(value, list) else [value]
+                words += [f"--{name}", *(f"'{each}'" for each in values)]
+            path = written(tmp_path, "args.sh", " ".join(words))
+            checked(translated_job(path, "aws", None)[0])
+
+
 def test_rules_name_fields_and_options_that_exist() -> None:
     for framework in FRAMEWORKS:
         for rule in framework.rules:
@@ -524,8 +640,8 @@ def test_init_translates_and_lists(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "problem"),
     [
-        ("a.yaml", "{a: 1}", "has no options of veRL, TRL or prime-rl"),
-        ("a.sh", "echo hello", "has no options of veRL, TRL or prime-rl"),
+        ("a.yaml", "{a: 1}", "has no options of veRL, TRL, prime-rl or OpenRLHF"),
+        ("a.sh", "echo hello", "has no options of veRL, TRL, prime-rl or OpenRLHF"),
         ("a.yaml", "{a: [}", "is no yaml"),
         ("a.toml", "a = ", "is no toml"),
         ("a.json", "{", "is no json"),
