@@ -202,7 +202,7 @@ rlboost check job.yaml
 - **TRL**: the arguments of its GRPO trainer as YAML or JSON. How many GPUs trained, they do not say:
   `--devices`. TRL's own trainer can also train, and the fleet generate ([own-trainer.md](own-trainer.md)).
 - **prime-rl**: the TOML file of a run.
-- **OpenRLHF**: a shell script that runs `openrlhf.cli.train_ppo_ray`, read as veRL's are. Options have the
+- **OpenRLHF**: a shell script that runs its `train_ppo_ray`, read as veRL's are. Options have the
   names of the present version (`--actor.adam.lr`); those of versions up to 0.9 (`--actor_learning_rate`)
   are known, too. `rlboost init --template reinforce-pp-8b` writes its REINFORCE++, `--template ppo-8b` its
   PPO. Its SFT, rejection sampling and online DPO are in [stages](stages.md).
