@@ -11,6 +11,8 @@ from typing import Any
 from typer.main import get_command
 
 import rlboost_templates
+from docs.recipes import recipes_page
+from docs.sizing import sizing_page
 from rlboost_cli.foreign.mapping import Framework, OptionRule, as_yaml
 from rlboost_cli.foreign.reading import FRAMEWORKS
 from rlboost_cli.main import COMMANDS, app
@@ -90,14 +92,7 @@ there was a run.
 
 `rlboost --install-completion` installs completion of commands, runs and instances for your shell. Colour
 follows `NO_COLOR` and whether the output is a terminal. [JSON output](json.md) lists the keys of `--json`.
-
-| environment variable | |
-|---|---|
-| `RLBOOST_HOME` | folder of runs, caches and traces; `~/.rlboost` |
-| `NO_COLOR` | set: no colour |
-| `HF_HOME`, `HF_TOKEN`, `HF_ENDPOINT`, `HF_HUB_OFFLINE` | those of `huggingface_hub` |
-| `WANDB_API_KEY` | for `tracking.wandb`; list it under the job's `secrets` where the head is elsewhere |
-| `AWS_PROFILE`, `GOOGLE_APPLICATION_CREDENTIALS`, ... | those of the clouds' own libraries |"""
+[Environment variables](variables.md) lists what else has an effect."""
 TRACKERS = """\
 With `tracking: {tensorboard: true}` the same curves are in the run's folder:
 `tensorboard --logdir ~/.rlboost/runs` shows all runs. `tracking: {wandb: {project: NAME}}` sends them to
@@ -251,6 +246,62 @@ def _their_default(framework: Framework, option: str) -> str:
     return "" if default is None else f" ({as_yaml(default)})"
 
 
+RUN_FOLDER_INTRODUCTION = """\
+Everything about a run is in one folder: `~/.rlboost/runs/NAME`, or below `RLBOOST_HOME`. Every file may be
+read at any time; none may be changed while the run is open. A file is replaced whole, or grows by lines.
+`rlboost rm NAME` deletes the folder of an ended run. Where the head is another machine, the run's folder is
+there, and the one here has what was last seen of it.
+
+| you look for | it is in |
+|---|---|
+| the trained model, in the Hugging Face format | `checkpoints/model` |
+| a checkpoint to [resume or fork](resuming.md) from | `checkpoints/step-000012`: NAME@13 in commands |
+| curves, responses, evaluations | `metrics.jsonl`, `samples.jsonl`, `evaluations.jsonl`; steps count from 0 |
+| the bill | `ledger.sqlite`, by `rlboost cost NAME --csv` |
+| why a run failed | `outcome.json`, then `logs` |
+| the job with every default | `job.json` |
+| a client's key and certificate for the [endpoint](endpoint.md) | `secrets/api_keys`, `secrets/cert.pem` |
+
+Keep `secrets` to yourself; prompts and responses are in several other files
+([security](security.md) says who can read what). With an `output` in the job, checkpoints, model and
+report are there, too, and never the secrets."""
+
+
+def run_files() -> list[tuple[str, str, str]]:
+    """Return name, content and writer of what a run keeps, as the module of the folder says it."""
+    module = Path(__file__).resolve().parents[1] / "runtime/rlboost_runtime/run/folder.py"
+    text = ast.get_docstring(ast.parse(module.read_text(encoding="utf-8"))) or ""
+    lines = [line for line in text.partition("::\n")[2].splitlines() if line.startswith("    ")]
+    found: list[tuple[str, str, str]] = []
+    for line in lines:
+        words, _, writer = line.strip().rpartition("  ")
+        if line.startswith(" " * 8):  # the last entry continues, and ends with its writer
+            name, content, _ = found.pop()
+            found.append((name, f"{content} {(words or writer).strip()}", writer if words else ""))
+        else:
+            name, _, content = line.strip().partition(" ")
+            content, _, writer = content.strip().rpartition("  ")
+            found.append((name, (content or writer).strip(), writer if content else ""))
+    return found
+
+
+def run_folder_page() -> str:
+    """Return docs/run-folder.md."""
+    rows = [f"| `{name}` | {_cell(content)} | {writer} |" for name, content, writer in run_files()]
+    return (
+        "\n\n".join(
+            [
+                "# The folder of a run",
+                "<!-- Written by docs/generate.py from runtime/rlboost_runtime/run/: do not edit. -->",
+                RUN_FOLDER_INTRODUCTION,
+                "## All files",
+                "\n".join(["| name | content | written by |", "|---|---|---|", *rows]),
+            ]
+        )
+        + "\n"
+    )
+
+
 def losses_page() -> str:
     """Return docs/losses.md: what the module of the losses says of them."""
     module = Path(__file__).resolve().parents[1] / "runtime/rlboost_runtime/trainer/learn/losses.py"
@@ -314,6 +365,9 @@ PAGES = {
     "metrics.md": metrics_page,
     "coming-from.md": coming_from_page,
     "losses.md": losses_page,
+    "recipes.md": recipes_page,
+    "run-folder.md": run_folder_page,
+    "sizing.md": sizing_page,
     "commands.md": commands_page,
 }
 

@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SHOWN = (
     *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE"),
     *("docs/*.md", "docs/*.json", "docs/screens/*", "docs/vendor/*", "examples/**/*"),
+    "templates/rlboost_templates/recipes/*.yaml",
     *(f"benchmarks/**/*.{kind}" for kind in ("md", "svg", "json")),
 )
 FIRST = ("launch", "runs", "Run", "Outcome", "Status", "CostReport")

@@ -77,11 +77,11 @@ def runs_page(rows: list[dict[str, Any]]) -> str:
 
 
 def _row(row: dict[str, Any]) -> str:
-    name = escape(row["run"])
+    name, answered = escape(row["run"]), row.get("requests_answered")
     cells = (
         f'<a href="/runs/{name}/">{name}</a>',
         escape(row["state"]),
-        f"{row['step']} / {_shown(row['steps'])}",
+        f"{row['step']} / {_shown(row['steps'])}" if answered is None else f"{answered:,} answered",
         _shown(row["reward_mean"]),
         _shown(row["spent_usd"], "$"),
     )

@@ -41,12 +41,19 @@ def preempt(run: RunFolder, instance: str, notice_s: float | None) -> None:
 
 def stop(run: RunFolder, timeout_s: float = 5.0) -> None:
     """Ask the coordinator to end the run; it goes on ending after this returned. Raises `NotAnswering`."""
-    body = {
-        "state": "stopped",
-        "problem": "ended by `rlboost down`",
-        "remedy": f"rlboost launch {run.name} --resume continues it from its last checkpoint",
-    }
-    _request(run, "POST", "/v1/stop", body, timeout_s)
+    _request(run, "POST", "/v1/stop", stopped_outcome(run), timeout_s)
+
+
+def stopped_outcome(run: RunFolder) -> dict[str, Any]:
+    """Return the outcome of a run that a person ended: state, problem and remedy."""
+    endpoint = (read_json(run.job_json) or {}).get("endpoint") or {}
+    only_serves = endpoint.get("trains") is False
+    remedy = (
+        f"rlboost serve {run.name} --resume serves it again"
+        if only_serves
+        else f"rlboost launch {run.name} --resume continues it from its last checkpoint"
+    )
+    return {"state": "stopped", "problem": "ended by `rlboost down`", "remedy": remedy}
 
 
 def _request(run: RunFolder, method: str, path: str, body: object, timeout_s: float) -> dict[str, Any]:

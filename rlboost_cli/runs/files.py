@@ -96,7 +96,7 @@ def samples_of(run: RunFolder, step: int | None) -> dict[str, Any]:
     lines = list(_lines(run))
     steps = sorted({int(line["step"]) + 1 for line in lines})
     if not steps:
-        raise NotFound(f"run {run.name} has no samples yet", "its first step is not trained")
+        raise NotFound(f"run {run.name} has no samples", "there are some of each trained step")
     wanted = steps[-1] if step is None else step
     found = [line for line in lines if int(line["step"]) + 1 == wanted]
     if not found:

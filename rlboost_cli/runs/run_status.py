@@ -191,13 +191,15 @@ def _age_s(run: RunFolder) -> float:
 def _sound_row(run: RunFolder) -> dict[str, Any]:
     status = read_status(_stored(run))
     job = read_json(run.job_json) or {}
-    spent = spent_micro_usd(run)
+    spent, serving = spent_micro_usd(run), status.serving
+    steps = job.get("algorithm", {}).get("steps") if status.steps is None else status.steps
     return {
         "run": run.name,
         "state": status.state,
         "running": not run.outcome.exists() and is_supervised(run),
         "step": status.step,
-        "steps": job.get("algorithm", {}).get("steps") if status.steps is None else status.steps,
+        "steps": steps if serving is None else None,
+        "requests_answered": None if serving is None else serving.finished,
         "reward_mean": status.reward_mean,
         "spent_usd": None if spent is None else spent / MICRO_USD_PER_USD,
         "age_s": round(_age_s(run), 1),

@@ -120,13 +120,7 @@ def _naming_machines(run: RunFolder, error: RLBoostError) -> RLBoostError:
 
 def _note_stopped(run: RunFolder) -> None:
     if not run.outcome.exists():
-        outcome = {
-            "state": "stopped",
-            "problem": "ended by `rlboost down`",
-            "remedy": f"rlboost launch {run.name} --resume continues it from its last checkpoint",
-            "exit_code": 0,
-        }
-        write_json(run.outcome, outcome)
+        write_json(run.outcome, {**client.stopped_outcome(run), "exit_code": 0})
 
 
 def _ask_coordinator(run: RunFolder, progress: Callable[[str], None]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import textwrap
 import time
@@ -75,6 +76,20 @@ def usd(value: float | None, places: int = 2) -> str:
     return "-" if value is None else f"${value:,.{places}f}"
 
 
+def usd_parts(total: float, parts: Sequence[float], places: int = 2) -> list[str]:
+    """Return the dollars of `parts`, rounded so that what is shown adds up to the `total` shown.
+
+    `parts` add up to `total` and are not negative; the largest remainders are rounded up.
+    """
+    unit = 10**places
+    exact = [part * unit for part in parts]
+    shown = [math.floor(each + 1e-6) for each in exact]
+    missing = max(0, round(float(f"{total:.{places}f}") * unit) - sum(shown))
+    for at in sorted(range(len(parts)), key=lambda i: shown[i] - exact[i])[:missing]:
+        shown[at] += 1
+    return [usd(each / unit, places) for each in shown]
+
+
 def duration(seconds: float) -> str:
     """Return a length of time in its handiest unit."""
     if seconds < 120:
@@ -102,7 +117,8 @@ def runs_table(rows: Sequence[Json]) -> str:
 def _run(row: Json) -> tuple[object, ...]:
     lives = row["running"] or row["state"] in ENDED
     state = row["state"] + ("" if lives else " (not running)")
-    step = f"{row['step']}/{dash(row['steps'])}"
+    answered = row.get("requests_answered")
+    step = f"{row['step']}/{dash(row['steps'])}" if answered is None else f"{answered:,} answered"
     at = row.get("started_at")
     started = None if at is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(at))
     return row["run"], state, step, _figure(row["reward_mean"]), usd(row["spent_usd"], 2), started
@@ -122,4 +138,4 @@ def against_on_demand(alone: float | None, saving: float | None, basis: str) -> 
         return ""
     ours, how = usd(alone * (1 - saving), 2), re.split(r"[,:;]", basis)[0]
     words = f"{saving:.0%} saved" if saving >= 0 else f"{-saving:.0%} more"
-    return f"steps {ours}, on demand {usd(alone, 2)} ({how}): {words}"
+    return f"{ours} in steps, {usd(alone, 2)} on demand ({how}): {words}"

@@ -24,7 +24,7 @@ _LEAST_CHART = 8
 def metric_lines(history: MetricHistory, names: Sequence[str], glyphs: Glyphs, width: int) -> Iterator[str]:
     """Yield a table of at most `width` columns: a row per metric, and below it what the metric means."""
     if not history.steps:
-        yield f"{history.run}: no metrics yet, its first step is not trained"
+        yield f"{history.run}: no metrics, as no step is trained"
         return
     first, last = history.steps[0], history.steps[-1]
     label = max([len("metric"), *(len(name) for name in names)])

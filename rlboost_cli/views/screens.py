@@ -159,10 +159,15 @@ def outcome(run: RunFolder, ended: Outcome, status: Status, report: CostReport) 
 
     output.show("\n".join(["", *ending_text.ended_lines(run.name, ended.state, status, report)]))
     model = text.tilde(run.checkpoints / "model")
-    is_local = not costs_money(run)
-    output.show(
-        "\n".join(ending_text.next_lines(run.name, ended.state, model, status.step, is_local=is_local))
+    lines = ending_text.next_lines(
+        run.name,
+        ended.state,
+        model,
+        status.step,
+        is_local=not costs_money(run),
+        only_serves=status.serving is not None,
     )
+    output.show("\n".join(lines))
     left(run)
     if ended.state == "done":
         return

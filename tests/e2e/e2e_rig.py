@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -22,6 +23,10 @@ from rlboost_runtime.run.folder import RunFolder
 START_TIMEOUT_S = 180.0
 PATIENCE = 3.0
 """Waits are written for a quiet machine; each is given so many times as long before it counts as a hang."""
+
+_PAGE = (Path(__file__).parents[2] / "docs" / "run-folder.md").read_text(encoding="utf-8")
+DOCUMENTED = set(re.findall(r"^\| `([^`/]+)/?`", _PAGE.partition("## All files")[2], re.M))
+"""What a run's folder may hold."""
 
 TINY_JOB: dict[str, Any] = {
     "model": {"init": "tiny", "warmup": None},
@@ -186,6 +191,8 @@ class Cli:
         while left := self.processes(name):
             assert time.monotonic() < deadline, left
             time.sleep(0.1)
+        kept = {path.name for path in self.run_folder(name).path.iterdir()}
+        assert {re.sub("-(wal|shm)$", "", each) for each in kept} - DOCUMENTED == set(), "docs/run-folder.md"
 
     def process(self, name: str, role: str) -> psutil.Process:
         """Return the process of a role on the head."""

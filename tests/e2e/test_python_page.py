@@ -102,7 +102,7 @@ def check_fork(cli: Cli) -> None:
         page.wait("document.querySelectorAll('input[type=checkbox]').length == 2", PATIENCE * 5)
         page.evaluate("document.querySelectorAll('input[type=checkbox]').forEach(each => each.click())")
         page.wait(
-            "document.body.innerText.includes('larger-groups goes on from from-python@2')", PATIENCE * 5
+            "document.body.innerText.includes('larger-groups continues from from-python@2')", PATIENCE * 5
         )
         check_page(page, address.partition("/?")[0])
         assert "algorithm.group_size" in page.text()

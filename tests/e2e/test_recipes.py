@@ -61,12 +61,30 @@ def test_a_twin_of_the_recipe_runs_to_its_end(cli: Any, recipe: str) -> None:
     cli.assert_gone(recipe)
 
 
+def plan_line(plan: dict[str, Any]) -> str:
+    """What the third line of a recipe says."""
+    forecast = plan["forecast"]
+    (alone,) = [each for each in forecast["alternatives"] if each["what"].startswith("on demand only")]
+    unpriced = any(offer["price_usd_per_hour"] is None for offer in plan["offers"])
+    unknown = " and spot machines of unknown price" if unpriced else ""
+    took, spent = forecast["hours"]["mean"], forecast["usd"]["mean"]
+    return (
+        f"# Plan: {plan['steps']} steps in {took:,.1f} h for ${spent:,.0f}{unknown};"
+        f" on demand only {alone['hours']:,.1f} h and ${alone['usd']:,.0f}."
+    )
+
+
 @pytest.mark.parametrize("recipe", rlboost_templates.recipes())
 def test_a_recipe_says_what_its_plan_says_of_spot(recipe: str, cli: Any, tmp_path: Path) -> None:
     text = rlboost_templates.text(recipe)
     (tmp_path / "job.yaml").write_text(text)
     plan = json.loads(cli("plan", tmp_path / "job.yaml", "--json").stdout)
-    said = text.splitlines()[1]
+    said, planned = text.splitlines()[1:3]
+    now = plan_line(plan)
+    numbers = re.compile(r"\d[\d,]*(?:\.\d+)?")
+    former, found = ([float(n.replace(",", "")) for n in numbers.findall(line)] for line in (planned, now))
+    assert numbers.sub("N", planned) == numbers.sub("N", now), now
+    assert former == pytest.approx(found, rel=0.05, abs=0.1), now
     pays = {
         True: "# Spot pays here: ",
         False: "# Spot is for speed here, ",

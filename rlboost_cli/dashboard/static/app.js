@@ -80,30 +80,31 @@
   }
 
   function Tiles({ data }) {
-    const { status, cost } = data, rewards = (status.reward_history || []).filter(isNumber);
+    const { status, cost } = data, { serving } = status, rewards = (status.reward_history || []).filter(isNumber);
     const lost = status.preemptions ? status.preemptions.noticed + status.preemptions.silent + status.preemptions.reset : 0;
     const other = cost.counterfactual, saving = other.saving_fraction;
     const spent = status.started_at && status.at ? status.at - status.started_at : null;
     const from = status.ancestors?.[0], own = status.step - (from ? Number(from.split("@")[1]) : 0);
     const left = !data.has_ended && own > 1 && status.steps ? (spent / own) * (status.steps - status.step) : null;
     return html`<div class="tiles">
-      <${Tile} name=${status.serving ? "Answered" : "Step"}
-        value=${status.serving ? status.serving.finished : `${status.step} / ${status.steps ?? "-"}`}
+      ${serving ? html`<${Tile} name="Requests answered" value=${whole(serving.finished)}
+        note=${`in ${duration(spent)}${data.has_ended ? "" : `; ${whole(serving.open)} open${serving.waiting ? `, ${whole(serving.waiting)} wait for an engine, the longest ${duration(serving.longest_wait_s)}` : ""}; the load wants ${whole(serving.wanted_instances)} spot instance${serving.wanted_instances === 1 ? "" : "s"}`}`} />` : html`
+      <${Tile} name="Step" value=${`${status.step} / ${status.steps ?? "-"}`}
         note=${`${duration(spent)}${left ? `, about ${duration(left)} left` : ""}; policy version ${status.policy_version ?? "-"}${from ? `; forked from ${status.ancestors.join(", from ")}` : ""}`} />
-      <${Tile} name="Mean reward" value=${number(status.reward_mean)} note=${rewards.length ? `first step ${number(rewards[0])}` : ""} />
+      <${Tile} name="Mean reward" value=${number(status.reward_mean)} note=${rewards.length ? `first step ${number(rewards[0])}` : ""} />`}
       ${(status.evaluations || []).map((each) => html`<${Tile} key=${each.name} name=${`Evaluation ${each.name}`} value=${number(each.values.reward_mean)}
         note=${[`reward; first ${number(each.first.reward_mean)}; after ${each.updates} updates`, ...Object.keys(each.values)
           .filter((name) => name.includes("_at_")).map((name) => `${name.replace("_at_", "@")} ${number(each.values[name])}`)].join(", ")} />`)}
-      <${Tile} name="Throughput" value=${data.has_ended ? whole(mean(data.metrics.values.tokens_per_s)) : whole(status.tokens_per_s)}
-        note=${data.has_ended ? "tokens/s trained, mean of the steps" : "tokens/s generated now"} />
+      <${Tile} name="Throughput" value=${whole(!data.has_ended ? status.tokens_per_s : serving ? serving.tokens / spent : mean(data.metrics.values.tokens_per_s))}
+        note=${!data.has_ended ? "tokens/s generated now" : serving ? "tokens/s served, mean of the run" : "tokens/s trained, mean of the steps"} />
       <${Tile} name="Spent" value=${usd(cost.total_usd)} note=${data.has_ended ? `on ${cost.machines.length} machine${cost.machines.length === 1 ? "" : "s"}` : `${usd(cost.rate_usd_per_hour)} per hour now`} />
-      <${Tile} name="Per million tokens" value=${usd(cost.usd_per_million_tokens)}
+      <${Tile} name=${serving ? "Per million tokens served" : "Per million tokens"} value=${usd(cost.usd_per_million_tokens)}
         note=${isNumber(other.usd_per_million_tokens) && isNumber(saving) ? `steps ${usd(other.usd_per_million_tokens * (1 - saving))}, on demand ${usd(other.usd_per_million_tokens)} (${other.basis.split(/[,:;]/)[0]}): ${saving >= 0 ? `${share(saving)} saved` : `spot cost ${share(-saving)} more`}` : ""} />
       <${Tile} name="Preemptions survived" value=${whole(lost)} note=${`${whole(status.preemptions?.noticed)} with notice`} />
-      <${Tile} name="Responses" value=${whole(status.responses?.finished)}
+      <${Tile} name="Responses" value=${whole(serving ? serving.finished : status.responses?.finished)}
         note=${`${whole(status.responses?.in_flight)} in flight, ${whole(status.responses?.migrated)} migrated, ${whole(status.responses?.rebalanced)} rebalanced`} />
-      <${Tile} name="Tokens" value=${whole(status.tokens?.trained)}
-        note=${`trained; ${whole(status.tokens?.migrated)} carried over to another machine, about ${whole(status.tokens?.lost_estimate)} lost`} />
+      <${Tile} name="Tokens" value=${whole(serving ? serving.tokens : status.tokens?.trained)}
+        note=${`${serving ? "served" : "trained"}; ${!serving && cost.requests_served ? `${whole(cost.tokens_served)} more served in ${whole(cost.requests_served)} requests; ` : ""}${whole(status.tokens?.migrated)} carried over to another machine, about ${whole(status.tokens?.lost_estimate)} lost`} />
     </div>`;
   }
   const mean = (values) => { const known = (values || []).filter(isNumber); return known.length ? known.reduce((a, b) => a + b, 0) / known.length : null; };
@@ -265,10 +266,11 @@
       source.onerror = () => setConnection("no connection to rlboost dashboard; trying again");
       return () => source.close();
     }, []);
-    useEffect(() => { if (data) document.title = `${data.run}: ${data.status.state}, step ${data.status.step}`; }, [data?.status]);
+    const serving = data?.status.serving;
+    useEffect(() => { if (data) document.title = `${data.run}: ${data.status.state}, ${serving ? `${whole(serving.finished)} requests answered` : `step ${data.status.step}`}`; }, [data?.status]);
     if (!data) return html`<main><p role="status">${connection || "Loading ..."}</p></main>`;
-    return html`<main><${Head} data=${data} connection=${connection} /><${Warnings} warnings=${data.status.warnings} /><${Tiles} data=${data} /><${Curves} data=${data} />
-      <${StepSeconds} metrics=${data.metrics} /><${Fleet} data=${data} /><${Bill} cost=${data.cost} /><${WhatIf} found=${data.what_if} /><${Samples} data=${data} /><${Events} events=${data.events} />
+    return html`<main><${Head} data=${data} connection=${connection} /><${Warnings} warnings=${data.status.warnings} /><${Tiles} data=${data} />${!serving && html`<${Curves} data=${data} />`}
+      <${StepSeconds} metrics=${data.metrics} /><${Fleet} data=${data} /><${Bill} cost=${data.cost} /><${WhatIf} found=${data.what_if} />${!serving && html`<${Samples} data=${data} />`}<${Events} events=${data.events} />
       ${!frozen && html`<${Logs} />`}<footer class="dim">RLBoost ${data.version}. Prices of local machines are illustrative.</footer></main>`;
   }
 

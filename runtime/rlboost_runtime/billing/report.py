@@ -36,6 +36,7 @@ from rlboost_runtime.money import MICRO_USD_PER_USD, format_usd, money_places, p
 from rlboost_runtime.protocol.reward_failures import count_failures
 
 _POOLS = ("reserved", "spot")
+_SERVED = "not computed: requests were served and nothing was trained"
 
 
 class BudgetState(msgspec.Struct):
@@ -149,7 +150,9 @@ def cost_report(ledger: Ledger, now_wall: float, run: str, budget: Budget | None
         usd_per_million_tokens=_usd_per_million(total, tokens or tokens_served),
         tokens_served=tokens_served,
         requests_served=requests_served,
-        counterfactual=counterfactual(bills, steps, spent),
+        counterfactual=Counterfactual(basis=_SERVED)
+        if requests_served and not steps
+        else counterfactual(bills, steps, spent),
         steps=[_step(s, usd, pauses_ns) for s, usd in zip(steps, spent, strict=True)],
         outside_steps_usd=OutsideSteps(_usd(before), _usd(total - before - sum(spent))),
         machines=[_machine(b, p) for b, p in zip(bills, parts, strict=True)],

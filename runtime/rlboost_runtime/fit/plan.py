@@ -432,18 +432,28 @@ def _disk_gb(plan: FitPlan) -> int:
     return max(LEAST_DISK_GB, -(-plan.disk * 11 // (10 * 50 * GB)) * 50)
 
 
+def engine_share(job: Job, has: int) -> float:
+    """Return the bytes of a GPU of `has` bytes that a vLLM engine of `job` may use."""
+    return (job.rollout.engine_args.gpu_memory_utilization or VLLM_SHARE) * has
+
+
+def engine_bytes(job: Job, shape: TransformerShape) -> tuple[int, int]:
+    """Return what a vLLM engine of `job` holds on each of its GPUs: its weights, and the KV cache of one
+    longest response with its prompt."""
+    parallel, options = job.rollout.tensor_parallel, job.rollout.engine_args
+    element = CAST if options.dtype == "bfloat16" else WEIGHT
+    weights = shape.parameters * (1 if options.fp8 else element)
+    return weights // parallel, element * shape.kv_elements_per_token * job.max_context_tokens // parallel
+
+
 def _engine_misfits(job: Job, shape: TransformerShape) -> Iterator[FieldProblem]:
     """Yield the machines on which a vLLM engine has no room for the weights and one longest response."""
     if job.rollout.engine != "vllm":
         return
-    parallel, options = job.rollout.tensor_parallel, job.rollout.engine_args
-    element = CAST if options.dtype == "bfloat16" else WEIGHT
-    weights = shape.parameters * (1 if options.fp8 else element)
-    cache = element * shape.kv_elements_per_token * job.max_context_tokens
-    needs = (weights + cache) // parallel
+    needs, parallel = sum(engine_bytes(job, shape)), job.rollout.tensor_parallel
     for path, accelerators in _engine_places(job):
         has = memory_bytes(accelerators)
-        share = (options.gpu_memory_utilization or VLLM_SHARE) * (has or 0)
+        share = engine_share(job, has or 0)
         if has is not None and needs > share:
             yield (
                 path,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, JsonValue, model_validator
 
 from rlboost_runtime.job.base import Model
 
@@ -31,8 +31,18 @@ class VerifiersTaskset(Model):
     qwen3}; default: the tokenizer's chat template, or the one of `data.chat_template`."""
 
 
+def _one_of(*names: str) -> ConfigDict:
+    """Return a configuration by which editors, too, know that exactly one of the fields is given."""
+    given: list[JsonValue] = [
+        {"required": [name], "properties": {name: {"not": {"type": "null"}}}} for name in names
+    ]
+    return ConfigDict(json_schema_extra={"oneOf": given})
+
+
 class OpenEnvServer(Model):
     """A server of OpenEnv: each episode is a session of its own."""
+
+    model_config = _one_of("url", "command")
 
     url: str | None = None
     """Where it listens, such as http://10.0.0.7:8000; needs `reward_network: true`."""
@@ -59,8 +69,13 @@ class OpenEnvServer(Model):
         return self
 
 
+_KINDS = ("python", "command", "verifiers", "openenv")
+
+
 class Environment(Model):
     """How episodes are played."""
+
+    model_config = _one_of(*_KINDS)
 
     python: str | None = None
     """`file.py:Class` or `file.py:function` relative to the job file (docs/agents.md)."""
@@ -85,10 +100,9 @@ class Environment(Model):
 
     @model_validator(mode="after")
     def _is_one_thing(self) -> Self:
-        kinds = ("python", "command", "verifiers", "openenv")
-        found = [kind for kind in kinds if getattr(self, kind) is not None]
+        found = [kind for kind in _KINDS if getattr(self, kind) is not None]
         if not found:
-            raise ValueError(f"environment has none of {', '.join(kinds)}; write one of them")
+            raise ValueError(f"environment has none of {', '.join(_KINDS)}; write one of them")
         if len(found) > 1:
             raise ValueError(f"environment has {' and '.join(found)}; write one of them")
         return self

@@ -1,15 +1,18 @@
 """The one folder that a run keeps on disk, and the names in it.
 
 Everything about run NAME lies in `$RLBOOST_HOME/runs/NAME` (default `~/.rlboost`). Whoever writes a file
-there is named below; everybody else only reads it.
+there is named at the end of its line; everybody else only reads it. docs/run-folder.md is written from this
+table.
 
 ::
 
     job.yaml          the job file as the user gave it                      CLI
     job_source        where that file was, one line: read again on resume   CLI
-    job.json          resolved job; `files/` the user's files it names      CLI
-    secrets/          token, key.pem, cert.pem, environment.json (folder 700, files 600)      CLI
-    address.json      {"host", ...}: where machines elsewhere reach the head; see `run.head`           CLI
+    job.json          the job with every default                            CLI
+    files/            copies of the user's files that the job names         CLI
+    secrets/          token, api_keys, key.pem, cert.pem, environment.json; folder 700, files 600          CLI
+    revoked.json      credentials of machines that are no longer accepted   coordinator
+    address.json      {"host", ...}: where machines elsewhere reach the head                               CLI
     endpoint.json     {"url"}: where the coordinator listens; kept through restarts      coordinator
     weights_endpoint.json  {"url"}: where the weight server listens; likewise       weight server
     api_endpoint.json {"url"}: where the endpoint listens; likewise         endpoint
@@ -46,14 +49,15 @@ there is named below; everybody else only reads it.
     preparing.json    {"doing", "done", "of", "unit", "since"}: what the trainer does before its first step;
                       absent otherwise                                      trainer
     processes/        supervisor.json, coordinator.json, ...: {"pid", "started_at"}        supervisor
-    logs/             a file per process; logs/machines/ID/ per machine
+    logs/             a file per process; logs/machines/ID/ per machine     each process
     head.json         {"host", ...}: where the run's head is, if not here; the rest of the folder is then
                       what was last seen of the one there                   CLI
     mirror.json       there once the run was to be started there: what of it was fetched, and when       CLI
-    rentals.json      the machines that were bought for that head; see `launch_records`         CLI
+    rentals.json      the machines that were bought for that head           CLI
+    output.json       what of the run was copied to the job's `output`      trainer
     safe.json         all of the ended run is at the job's `output`         supervisor
-    cloud/            what providers keep of their machines, the local market's state     providers
-                      bought.json: the offer that each machine was bought as coordinator
+    cloud/            what providers keep of their machines, the local market's state; bought.json: the offer
+                      that each machine was bought as                       providers, coordinator
 
 Saying how a run ended even where its disk is full.
 

@@ -89,7 +89,7 @@ def test_any_metrics_fit_any_terminal(home: Path, glyphs: Glyphs, width: int) ->
 
 def test_a_run_without_a_step_says_so(home: Path) -> None:
     done = rlboost("metrics", "empty")
-    assert (done.exit_code, done.stdout) == (0, "empty: no metrics yet, its first step is not trained\n")
+    assert (done.exit_code, done.stdout) == (0, "empty: no metrics, as no step is trained\n")
     assert json.loads(rlboost("metrics", "empty", "--json").stdout) == {
         "run": "empty", "steps": [], "metrics": {}
     }  # fmt: skip

@@ -7,12 +7,15 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+from typer.main import get_command
 
-from rlboost_cli.main import COMMANDS
+from rlboost_cli.main import COMMANDS, app
 from rlboost_runtime.billing.report import CostReport
 from rlboost_runtime.protocol.status import Status
+from rlboost_runtime.run.folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
@@ -63,11 +66,16 @@ def test_commands_in_shell_blocks_exist(page: Path) -> None:
             assert command[1] in COMMANDS, line
 
 
-def test_the_readme_shows_install_quickstart_and_a_picture() -> None:
-    lines = list(typed_lines(ROOT / "README.md"))
-    assert "make quickstart" in lines
-    assert any(line.startswith(("pip install", "git clone")) for line in lines)
-    assert "┌" in (ROOT / "README.md").read_text(encoding="utf-8")
+FIRST_SCREEN = 20
+"""Lines of the README that a browser shows at once, a picture among them."""
+
+
+def test_the_readme_shows_two_commands_and_a_picture_at_once() -> None:
+    first = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()[:FIRST_SCREEN]
+    typed = [line.split()[:2] for line in first if line.startswith(("make ", ".venv/bin/"))]
+    assert typed == [["make", "quickstart"], [".venv/bin/rlboost", "dashboard"]]
+    assert any(re.match(r"!\[.{20,}\]\(docs/screens/", line) for line in first)
+    assert any(line.startswith("pip install") for line in typed_lines(ROOT / "README.md"))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -129,3 +137,21 @@ def test_the_page_on_json_has_every_key_of_status_and_cost() -> None:
     status, cost = page.split("## `status RUN --json`")[1].split("## `cost RUN --json`")
     for section, struct in ((status, Status), (cost, CostReport)):
         assert [name for name in struct.__struct_fields__ if f"`{name}`" not in section] == []
+
+
+def test_the_page_on_json_has_every_command_that_prints_it() -> None:
+    page = (ROOT / "docs" / "json.md").read_text(encoding="utf-8")
+    group: Any = get_command(app)
+    names = [name for name in COMMANDS if any("--json" in each.opts for each in group.commands[name].params)]
+    assert len(names) > 15
+    assert [name for name in names if not re.search(rf"^\| `{name}\b[^`|]* --json`", page, re.M)] == []
+
+
+def test_the_page_on_runs_has_every_place_of_a_run() -> None:
+    page = (ROOT / "docs" / "run-folder.md").read_text(encoding="utf-8")
+    names = set(re.findall(r"^\| `([^`/]+)/?`", page.partition("## All files")[2], re.M))
+    run = RunFolder(Path("run"))
+    places = [value for name in dir(RunFolder) if isinstance(value := getattr(run, name), Path)]
+    known = {path.relative_to(run.path).parts[0] for path in places if path != run.path}
+    assert len(known) > 30
+    assert known - names == set()

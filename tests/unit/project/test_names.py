@@ -65,7 +65,7 @@ PATH = re.compile(r"[\w.-]+(?:/[\w.-]+)*/?")
 OURS = re.compile(r"\brlboost_(?:cli|runtime|providers|templates)(?:\.[A-Za-z_]\w*)+")
 IMPORT = re.compile(r"^from (rlboost_[\w.]+) import ([\w, ]+)$", re.MULTILINE)
 DATA_FILE = re.compile(
-    r"\.(py|json|jsonl|yaml|csv|md|log|snapshot|svg|txt|sh|npz|pt|safetensors|weights|key|pem)$"
+    r"\.(py|json|jsonl|yaml|csv|md|log|mark|snapshot|sqlite|svg|txt|sh|npz|pt|safetensors|weights|key|pem)$"
 )
 
 
