@@ -5,6 +5,8 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 MAKEFLAGS += --no-print-directory
 export OMP_NUM_THREADS ?= 1
+# tests start thousands of processes: without bytecode each would compile the sources anew
+export PYTHONDONTWRITEBYTECODE :=
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # what the environment tells pip about registries holds for uv, which installs everything
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
@@ -17,6 +19,8 @@ ROUNDS ?= 5
 LEARNING_OUT ?= build/learning
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/uv pip install --python $(BIN)/python
+# a terminal sees uv's progress; a log is spared the list of packages
+QUIET = $$([ -t 2 ] || echo -q)
 TORCH := $(shell sed -n 's/.*"torch==\([0-9.]*\)".*/\1/p' pyproject.toml)
 TORCH_STAMP := $(VENV)/.torch-$(TORCH)
 TRAIN := $(VENV)/.installed-train
@@ -46,13 +50,13 @@ $(TORCH_STAMP): | $(BIN)/uv
 	@touch $@
 
 $(TRAIN): pyproject.toml $(TORCH_STAMP)
-	@echo "installing RLBoost with [train]"
-	@$(INSTALL) -q --compile-bytecode --editable ".[train]"
+	@echo "installing RLBoost with [train] (about a minute, with its packages in the cache)"
+	@$(INSTALL) $(QUIET) --compile-bytecode --editable ".[train]"
 	@touch $@
 
 $(DEV): pyproject.toml $(TORCH_STAMP)
-	@echo "installing RLBoost with [dev]"
-	@$(INSTALL) -q --compile-bytecode --editable ".[dev]"
+	@echo "installing RLBoost with [dev] (about a minute, with its packages in the cache)"
+	@$(INSTALL) $(QUIET) --compile-bytecode --editable ".[dev]"
 	@touch $(TRAIN) $@
 
 .PHONY: install

@@ -84,9 +84,15 @@ def record(
         responses_interrupted=found.responses,
         responses=status["responses"],
         tokens=status["tokens"],
-        mismatch_kl_max=max(json.loads(line)["mismatch_kl"] for line in run.metrics.read_text().splitlines()),
+        mismatch_kl_max=_mismatch_kl_max(run),
         audit_problems=audit(run).problems,
     )
+
+
+def _mismatch_kl_max(run: RunFolder) -> float:
+    """Return the largest mismatch of the steps that were trained with the weights that sampled them."""
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    return max(float(line["mismatch_kl"]) for line in lines if "mismatch_kl" in line)
 
 
 def interruptions(run: RunFolder) -> Interruptions:

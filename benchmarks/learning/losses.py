@@ -53,8 +53,8 @@ ENDS = 5
 """Steps of a beginning and of an end."""
 MORE_TO_DO = 3
 """Exit code where `--limit` left runs to make."""
-TOLD = ("reward_mean", "staleness", "clip_share", "entropy", "grad_norm", "mismatch_kl", "length_mean")
-"""Metrics of each step that are kept."""
+TOLD = ("reward_mean", "staleness", "clip_share", "entropy", "grad_norm", "length_mean")
+"""Metrics of each step that are kept; with them its `mismatch_kl`, or `lag_kl` where it has staleness."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +118,7 @@ def make(run: Planned, out: Path, commit: str, files: Path = RECIPE.parent) -> d
         "name": run.name, "condition": run.condition, "seed": run.seed, "job": run.digest, "commit": commit,
         "seconds": round(time.monotonic() - started, 1), "cpu_s": round(time.process_time() - used, 1),
         **{name: [round(row[name], 5) for row in rows] for name in TOLD},
+        "mismatch_kl": [round(row.get("mismatch_kl", row.get("lag_kl", 0.0)), 5) for row in rows],
     }  # fmt: skip
     write_json(out / f"{run.name}.json", record)
     return record

@@ -179,7 +179,8 @@ def train(policy: Policy, job: Job, files: Path, scorer: RewardScorer) -> list[d
             wanted = asked.next_ahead(step)
         this = asked.get(step)
         assert this is not None
-        row = train_step(step, learner, this.prompts, sampled.pop(step), scorer, algorithm)
+        responses, lag = sampled.pop(step), this.staleness
+        row = train_step(step, learner, this.prompts, responses, scorer, algorithm, staleness=lag)
         rows.append({**row, "staleness": float(this.staleness)})
         asked.remove(step)
     return rows
@@ -201,6 +202,8 @@ def train_step(
     responses: Sequence[Sampled],
     scorer: RewardScorer,
     algorithm: Algorithm,
+    *,
+    staleness: int = 0,
 ) -> dict[str, float]:
     """Score and train a step; return its metrics."""
     asked = [prompt for prompt in prompts for _ in range(algorithm.group_size)]
@@ -222,7 +225,7 @@ def train_step(
             asked, responses, _advantages(shaped, algorithm), strict=True
         )
     ]
-    learner.begin_step(step)
+    learner.begin_step(step, staleness)
     if algorithm.loss == "sft":
         samples = [imitated(prompt) for prompt in prompts]
     if algorithm.reference is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import textwrap
 import time
@@ -75,6 +76,20 @@ def usd(value: float | None, places: int = 2) -> str:
     return "-" if value is None else f"${value:,.{places}f}"
 
 
+def usd_parts(total: float, parts: Sequence[float], places: int = 2) -> list[str]:
+    """Return the dollars of `parts`, rounded so that what is shown adds up to the `total` shown.
+
+    `parts` add up to `total` and are not negative; the largest remainders are rounded up.
+    """
+    unit = 10**places
+    exact = [part * unit for part in parts]
+    shown = [math.floor(each + 1e-6) for each in exact]
+    missing = max(0, round(float(f"{total:.{places}f}") * unit) - sum(shown))
+    for at in sorted(range(len(parts)), key=lambda i: shown[i] - exact[i])[:missing]:
+        shown[at] += 1
+    return [usd(each / unit, places) for each in shown]
+
+
 def duration(seconds: float) -> str:
     """Return a length of time in its handiest unit."""
     if seconds < 120:
@@ -123,4 +138,4 @@ def against_on_demand(alone: float | None, saving: float | None, basis: str) -> 
         return ""
     ours, how = usd(alone * (1 - saving), 2), re.split(r"[,:;]", basis)[0]
     words = f"{saving:.0%} saved" if saving >= 0 else f"{-saving:.0%} more"
-    return f"steps {ours}, on demand {usd(alone, 2)} ({how}): {words}"
+    return f"{ours} in steps, {usd(alone, 2)} on demand ({how}): {words}"

@@ -84,7 +84,7 @@ def cost_lines(report: CostReport) -> list[str]:
 
 def _summary(report: CostReport, money: Usd) -> list[str]:
     per_million, trains = report.usd_per_million_tokens, report.tokens_trained or not report.requests_served
-    price = "" if per_million is None else f", {usd(per_million, 2)} per million"
+    price = "" if per_million is None else f", {usd(per_million, 2)} per million, start-up included"
     served = f"{report.tokens_served:,} served in {report.requests_served:,} requests"
     tokens = [f"{report.tokens_trained:,} trained{price}"] if trains else [f"{served}{price}"]
     tokens += [served] if trains and report.requests_served else []

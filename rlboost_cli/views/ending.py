@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rlboost_cli.terminal.text import against_on_demand, counted, duration, labelled, left_lines, usd
+from rlboost_cli.terminal.text import (
+    against_on_demand,
+    counted,
+    duration,
+    labelled,
+    left_lines,
+    usd,
+    usd_parts,
+)
 from rlboost_cli.views.health import evaluation_course, full_warnings
 from rlboost_runtime.protocol.reward_failures import FailureCount
 
@@ -24,8 +32,8 @@ WIDTH = 80
 def ended_lines(name: str, state: str, status: Status, report: CostReport) -> list[str]:
     """Return a summary and a short cost report."""
     lines = [f"{name} {'is ' if state == 'done' else ''}{state}{_how_far(status, report)}"]
-    if learnt := _reward([r for r in status.reward_history if r is not None]):
-        lines += labelled("learned", learnt)
+    if course := _reward([r for r in status.reward_history if r is not None]):
+        lines += labelled("reward", course)
     lines += labelled("eval", *(evaluation_course(each) for each in status.evaluations))
     if failures := _reward_failures(report.rewards):
         lines += labelled("", failures)
@@ -89,7 +97,7 @@ def _reward(history: list[float]) -> str:
     first, last = sum(history[:span]) / span, sum(history[-span:]) / span
     which = f"{span} steps" if span > 1 else "step"
     gain = f", x{last / first:.2f}" if first > 0 else ""
-    return f"reward {first:.3f} -> {last:.3f}{gain} (first and last {which})"
+    return f"{first:.3f} -> {last:.3f}{gain} (first and last {which})"
 
 
 def _reward_failures(rewards: dict[str, int]) -> str:
@@ -120,11 +128,13 @@ def _useful(report: CostReport) -> list[str]:
 
 def _cost(report: CostReport) -> list[str]:
     found = report.counterfactual
-    pools = ", ".join(f"{pool} {usd(amount, 2)}" for pool, amount in report.compute_usd.items())
-    lines = [f"{usd(report.total_usd, 2)} ({pools})", *_useful(report)]
+    parts = {kind: amount for kind, amount in {**report.compute_usd, **report.other_usd}.items() if amount}
+    words = usd_parts(report.total_usd, list(parts.values()))
+    kinds = ", ".join(f"{kind} {amount}" for kind, amount in zip(parts, words, strict=True))
+    lines = [f"{usd(report.total_usd, 2)} ({kinds})" if kinds else usd(report.total_usd, 2), *_useful(report)]
     per_million = report.usd_per_million_tokens
     if per_million is not None:
         what = "trained" if report.tokens_trained or not report.requests_served else "served"
-        lines.append(f"{usd(per_million, 2)} per million tokens {what}")
+        lines.append(f"{usd(per_million, 2)} per million tokens {what}, start-up and end included")
     compared = against_on_demand(found.usd_per_million_tokens, found.saving_fraction, found.basis)
-    return [*lines, f"per million: {compared}"] if compared and per_million is not None else lines
+    return [*lines, compared] if compared and per_million is not None else lines

@@ -120,6 +120,7 @@ def _head(status: Status, width: int, glyphs: Glyphs) -> list[Line]:
         "phase": _phase(status, width, glyphs),
         "reward": _rewards(status, width, glyphs),
         "eval": [evaluation_words(each) for each in status.evaluations],
+        "prompts": _resting(status),
         "rollout": _rollout(status),
         "cost": _cost(status, left_s),
     }
@@ -208,6 +209,13 @@ def _rewards(status: Status, width: int, glyphs: Glyphs) -> list[str]:
         return []
     line = glyphs.sparkline(status.reward_history, _bar_width(width))
     return [f"{status.reward_mean:<{_FIGURE}.3f}  {line}"]
+
+
+def _resting(status: Status) -> list[str]:
+    found = status.curriculum
+    if found is None:
+        return []
+    return [f"passed over for a while: {found.resting_solved:,} solved, {found.resting_unsolved:,} unsolved"]
 
 
 def _rollout(status: Status) -> list[str]:

@@ -36,15 +36,16 @@ def commands() -> list[tuple[str, int, list[str]]]:
 def matches(shown: list[str], said: str) -> bool:
     """Whether `said` is what is `shown`: a line of only an ellipsis stands for any lines, also none; spaces
     count as one, and none before and after."""
-    pattern = "".join(
-        r"(?:.*\n)*?"
-        if line == ANYTHING
-        else r"[ \t]*"
-        + r"[ \t]+".join(re.escape(word).replace(ANYTHING, ".*") for word in line.split(" ") if word)
-        + r"[ \t]*\n"
-        for line in shown
-    )
-    return re.fullmatch(pattern, said if said.endswith("\n") or not said else said + "\n") is not None
+    lines = said.splitlines()
+    ends = {0}  # how many lines of `said` the lines shown so far can have matched
+    for line in shown:
+        if line == ANYTHING:
+            ends = set(range(min(ends), len(lines) + 1)) if ends else set()
+            continue
+        words = (re.escape(word).replace(ANYTHING, ".*") for word in line.split(" ") if word)
+        pattern = re.compile(r"[ \t]*" + r"[ \t]+".join(words) + r"[ \t]*")
+        ends = {end + 1 for end in ends if end < len(lines) and pattern.fullmatch(lines[end])}
+    return len(lines) in ends
 
 
 def test_a_page_that_says_something_else_is_noticed() -> None:

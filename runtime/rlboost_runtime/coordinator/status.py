@@ -147,6 +147,7 @@ def build_status(sources: StatusSources, now_wall: float) -> dict[str, Any]:
         backup=backup_status(sources.state.run, now_wall),
         warnings=sources.trainer.health.active,
         evaluations=list(sources.trainer.health.evaluations.values()),
+        curriculum=sources.trainer.health.curriculum,
         events=[RecentEvent(e.at, e.kind, e.text) for e in ledger.events(LAST_EVENTS)],
         replay=ReplayDigest(totals.num_events, totals.num_commands, totals.commands_digest),
         journal_problem=state.journal_problem,

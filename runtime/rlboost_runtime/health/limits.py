@@ -32,6 +32,11 @@ MISMATCH_KL = 0.01
 """Nats per token between engine and trainer. Rounding in bfloat16 gives some 0.001; ten times as much points
 to another cause. A rule of thumb: no bound is known from which on training fails."""
 MISMATCH_KL_ENDS = 0.005
+LAG_KL = 0.1
+"""Nats per token between the policy that sampled and the one that a step begins with, a few updates later.
+A tenth of a nat is some ten times what updates of usual size move the policy by; most tokens are then
+clipped. A rule of thumb."""
+LAG_KL_ENDS = 0.05
 MISMATCH_ABS = 8.0
 """Largest difference of one token's log-probability. Rare tokens differ by 1 to 3 nats in bfloat16; 8 nats
 (a factor of 3,000) in each of several steps come from other weights or another sampler. A rule of thumb."""

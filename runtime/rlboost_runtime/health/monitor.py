@@ -24,7 +24,7 @@ from rlboost_runtime.health.rules import (
     finite,
     step_rules,
 )
-from rlboost_runtime.protocol.status import EvaluationStatus, HealthWarning
+from rlboost_runtime.protocol.status import CurriculumStatus, EvaluationStatus, HealthWarning
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +98,7 @@ class HealthMonitor:
         self._longest_step_s = 0.0
         self.evaluations: dict[str, EvaluationStatus] = {}
         """The newest results of each evaluation, by its name."""
+        self.curriculum: CurriculumStatus | None = None
         for step, row in before:
             self.trained(step, row)
 
@@ -110,6 +111,11 @@ class HealthMonitor:
     def trained(self, step: int, row: Row) -> list[HealthChange]:
         """Take in the metrics of a step, counted from 0; return what began or ended."""
         self.evaluated(step + 1, row)
+        rest = [
+            finite(row, f"prompts_{what}") for what in ("resting_solved", "resting_unsolved", "passed_over")
+        ]
+        if rest[0] is not None:
+            self.curriculum = CurriculumStatus(*(int(each or 0) for each in rest))
         self._longest_step_s = max(self._longest_step_s, finite(row, "step_s") or 0.0)
         changes = []
         for rule in self._rules:

@@ -118,9 +118,9 @@ def zero_variance(row: Row) -> float | None:
     return finite(row, "zero_variance_share")
 
 
-def compared(name: str) -> Callable[[Row], float | None]:
-    """Return a measure of a mismatch metric; None in steps without tokens to compare."""
-    return lambda row: finite(row, name) if row.get("mismatch_tokens", 1.0) else None
+def compared(name: str, tokens: str = "mismatch_tokens") -> Callable[[Row], float | None]:
+    """Return a measure of a metric of two policies; None in steps without `tokens` to compare."""
+    return lambda row: finite(row, name) if row.get(tokens, 1.0) else None
 
 
 def not_finite(row: Row) -> float | None:
@@ -215,6 +215,13 @@ MISMATCH_KL = Kind(
     "Give engine and trainer the same dtype, avoid fp8, and keep algorithm.importance_sampling on.",
     "mismatch_kl",
 )  # fmt: skip
+LAG_KL = Kind(
+    "lag_kl", limits.LAG_KL, limits.LAG_KL_ENDS,
+    "Policy lag {value:.2f} nats/token since step {since} (limit {limit:.1f}).",
+    "So much lies between the policy that sampled and the one that is trained; most of it is clipped away.",
+    "Lower algorithm.learning_rate or max_staleness; see effective_sample_share.",
+    "lag_kl",
+)  # fmt: skip
 MISMATCH_TOKEN = Kind(
     "mismatch_token", limits.MISMATCH_ABS, limits.MISMATCH_ABS_ENDS,
     "One token's logprob differs by {value:.1f} nats since step {since} (limit {limit:.0f}).",
@@ -301,6 +308,7 @@ def step_rules() -> list[Rule]:
         Rule(TRUNCATED, lambda row: finite(row, "truncated_share")),
         Rule(MISMATCH_KL, compared("mismatch_kl")),
         Rule(MISMATCH_TOKEN, compared("mismatch_abs_max")),
+        Rule(LAG_KL, compared("lag_kl", "lag_tokens")),
         Rule(ENTROPY, EntropyRatio()),
         Rule(GRAD_NORM, GradNormRatio()),
         Rule(IDLE_RESERVED, reserved_idle),

@@ -22,6 +22,7 @@ from rlboost_runtime.job.algorithm import (
 from rlboost_runtime.job.base import Model
 from rlboost_runtime.job.data import (
     CHAT_TEMPLATES,
+    Curriculum,
     PromptData,
     PromptDataset,
     PromptFile,
@@ -55,6 +56,7 @@ __all__ = [
     "Algorithm",
     "Budget",
     "CloudOffer",
+    "Curriculum",
     "Dashboard",
     "Dpo",
     "Endpoint",

@@ -13,6 +13,21 @@ CHAT_TEMPLATES = ("auto", "tokenizer", "none")
 """What `chat_template` may say beside the name of a file."""
 
 
+class Curriculum(Model):
+    """Passes over prompts that teach nothing at present: all responses of their last visits were correct, or
+    none was."""
+
+    visits: int = Field(default=2, ge=1, le=100)
+    """A prompt rests once so many visits in a row were all solved, or all unsolved."""
+    skip: Literal["both", "solved", "unsolved"] = "both"
+    """Which ones rest. solved: all responses were correct; unsolved: none was."""
+    rest_epochs: int = Field(default=4, ge=1, le=1000)
+    """How many of its turns, one an epoch, a resting prompt is passed over. Then it is visited again, and
+    rests again unless that visit was different."""
+    correct_from: float = 1.0
+    """A response with at least this reward is correct."""
+
+
 class PromptSettings(Model):
     """What every source of prompts may say."""
 
@@ -32,6 +47,8 @@ class PromptSettings(Model):
     """What scores these prompts, in the form of the job's `reward`; null: that one."""
     shuffle: bool = True
     """Visit the prompts in another random order each epoch; false: always in their own order."""
+    curriculum: Curriculum | None = None
+    """Pass over prompts that are always or never solved, for a while; null: visit all in every epoch."""
 
     @property
     def template_file(self) -> str | None:

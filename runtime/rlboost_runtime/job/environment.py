@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, JsonValue, model_validator
 
 from rlboost_runtime.job.base import Model
 
@@ -33,8 +33,10 @@ class VerifiersTaskset(Model):
 
 def _one_of(*names: str) -> ConfigDict:
     """Return a configuration by which editors, too, know that exactly one of the fields is given."""
-    given = [{"required": [name], "properties": {name: {"not": {"type": "null"}}}} for name in names]
-    return ConfigDict(json_schema_extra={"oneOf": [*given]})
+    given: list[JsonValue] = [
+        {"required": [name], "properties": {name: {"not": {"type": "null"}}}} for name in names
+    ]
+    return ConfigDict(json_schema_extra={"oneOf": given})
 
 
 class OpenEnvServer(Model):

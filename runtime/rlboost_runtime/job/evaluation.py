@@ -42,7 +42,7 @@ class EvaluationSettings(Model):
 
     @model_validator(mode="after")
     def _prompts_are_not_mixed(self) -> Self:
-        for field, default in (("weight", None), ("shuffle", True)):
+        for field, default in (("weight", None), ("shuffle", True), ("curriculum", None)):
             if getattr(self, field, default) != default:
                 raise ValueError(f"{field} is for prompts that are trained on; remove it")
         return self

@@ -232,6 +232,19 @@ class Job(Model):
         return self
 
     @model_validator(mode="after")
+    def _a_curriculum_sees_rewards(self) -> Self:
+        if all(each.curriculum is None for each in data_sources(self.data)):
+            return self
+        if self.algorithm.loss == "sft":
+            raise ValueError("data has a curriculum, which goes by rewards, but loss sft has none; remove it")
+        if self.trainer.script is not None:
+            raise ValueError(
+                "data has a curriculum, which is for RLBoost's own trainer, but trainer.script is set; remove"
+                " one of them"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _sft_rents_nothing(self) -> Self:
         most = self.rollout.spot.max_instances
         if self.algorithm.loss == "sft" and most:

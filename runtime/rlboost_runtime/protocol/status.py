@@ -217,6 +217,17 @@ class EvaluationStatus(msgspec.Struct):
     """The same of the run's first evaluation."""
 
 
+class CurriculumStatus(msgspec.Struct):
+    """Prompts that the job's `curriculum` passes over at present, as of the last trained step."""
+
+    resting_solved: int = 0
+    """All responses of their last visits were correct."""
+    resting_unsolved: int = 0
+    """None was."""
+    passed_over: int = 0
+    """Turns in which a prompt was passed over for that step."""
+
+
 class TrainerStatus(msgspec.Struct):
     """Whether the trainer is connected."""
 
@@ -285,6 +296,8 @@ class Status(msgspec.Struct, kw_only=True):
     """Warnings in force."""
     evaluations: list[EvaluationStatus] = []
     """Empty before the first evaluation, and without one in the job."""
+    curriculum: CurriculumStatus | None = None
+    """None before the first trained step, and without a curriculum in the job."""
     events: list[RecentEvent] = []
     replay: ReplayDigest = msgspec.field(default_factory=ReplayDigest)
     journal_problem: str | None = None

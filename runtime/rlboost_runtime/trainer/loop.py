@@ -42,6 +42,7 @@ from rlboost_runtime.trainer.artifacts import checkpoint
 from rlboost_runtime.trainer.artifacts.checkpoint import CheckpointWriter, TrainedState, TrainingState
 from rlboost_runtime.trainer.artifacts.output import OutputCopies, copying
 from rlboost_runtime.trainer.artifacts.publisher import VersionContent
+from rlboost_runtime.trainer.data.feed import PromptFeed
 from rlboost_runtime.trainer.data.prompts import Prompt, PromptSource
 from rlboost_runtime.trainer.episodes.outcome import require_some_episode
 from rlboost_runtime.trainer.episodes.runner import EpisodeRunner
@@ -119,6 +120,7 @@ class TrainerLoop:
         self._has_reference = reference is not None
         self._imitates = algorithm.loss == "sft"
         self._source = source
+        self._feed = PromptFeed(source, max_staleness=algorithm.max_staleness)
         self._evaluated = evaluated
         self._reward_name = scorer.name
         self._learner = Learner(policy, algorithm, trainer, ranks, reference, critic)
@@ -199,6 +201,7 @@ class TrainerLoop:
         folder = step_folder(self._run.checkpoints, saved[-1])
         state = checkpoint.read_state(folder)
         self._state.restore(folder)
+        self._feed.restore(state.feed, state.step + 1)
         self._samples.rewind(state.step + 1)
         if self._client.metrics.rewind(state.step + 1) != state.step:
             self._client.metrics.append(dict(state.line))
@@ -254,6 +257,7 @@ class TrainerLoop:
             **choice_metrics(groups, self._job.algorithm),
             "learning_rate": self._learner.learning_rate(step),
             "prompts_skipped": float(self._source.num_skipped),
+            **self._feed.metrics(step),
             "rollout_wait_s": waits.without_lease_s + waits.for_lease_s,
             "train_wait_s": waits.with_lease_s,
             "reward_wait_s": self._scorer.reward_wait_s - reward_waited,
@@ -274,6 +278,7 @@ class TrainerLoop:
             reward_mean=line.get("reward_mean"),
             line=line,
             ahead=self._requested.versions(),
+            feed=self._feed.state_after(step),
         )
         self._samples.append(*pick_samples(step, groups, requested.prompts, self._policy.decode))
         self._finish(state, seconds)
@@ -312,7 +317,7 @@ class TrainerLoop:
             version, updates = newest
         steps = self._job.algorithm.steps
         trains = step < steps and not self._imitates  # or the final weights alone
-        prompts = self._source.batch(step) if trains else []
+        prompts = self._feed.of_step(step) if trains else []
         prompts = prompts + due(self._evaluated, step, steps)
         requested = RequestedStep[PendingGroup](step, version, updates, prompts)
         self._requested.add(requested)
@@ -393,7 +398,7 @@ class TrainerLoop:
         """Train on a step's groups as they finish; return them all, in that order, and those of
         evaluations."""
         algorithm = self._job.algorithm
-        self._learner.begin_step(requested.step)
+        self._learner.begin_step(requested.step, requested.staleness)
         groups: list[ScoredGroup] = []
         held_out: list[ScoredGroup] = []
         chosen = self._chosen(requested, selection, groups, held_out, seconds)
@@ -446,6 +451,7 @@ class TrainerLoop:
                 continue
             arrived.append(group)
             waiting[number] = group
+            self._feed.saw(requested.step, number, pending.prompt, group.usable_rewards)
             for each in selection.arrived(number, flat=group.zero_variance):
                 yield [sample for response in waiting.pop(each).responses for sample in response.samples]
 

@@ -809,6 +809,11 @@ def test_the_next_step_is_asked_for_while_this_one_is_trained(tmp_path, monkeypa
     for step in range(1, STEPS):
         assert order.index((StepStartedMessage, step)) < order.index((StepTrainedMessage, step - 1))
     assert [line["staleness"] for line in lines(run)] == [0, 1, 1, 1]
+    first, *stale = lines(run)
+    assert first["mismatch_kl"] >= 0
+    assert first["lag_tokens"] == 0
+    assert all("mismatch_kl" not in line and line["lag_kl"] >= 0 for line in stale)
+    assert all(line["lag_tokens"] > 0 == line["mismatch_tokens"] for line in stale)
     assert all(line["tokens_trained"] > 0 for line in lines(run))
 
 
@@ -850,6 +855,33 @@ def test_a_trainer_that_was_ahead_comes_back_to_the_same_weights(tmp_path):
     again = [(m.step, m.policy_version) for m in coordinator.of(StepStartedMessage)]
     assert again[0] in {(2, 1), (3, 2)}, "what was ahead is asked for again under the version that it had"
     assert [line["step"] for line in lines(run)] == list(range(STEPS))
+
+
+def test_a_killed_trainer_goes_on_with_the_prompts_that_its_curriculum_chose(tmp_path):
+    """Prompts with a bonus are always solved, those without one never."""
+    data = {"source": "prompts.jsonl", "curriculum": {"visits": 1, "skip": "solved", "rest_epochs": 3}}
+
+    def asked(coordinator: Coordinator) -> dict[int, list[bytes]]:
+        return {m.step: [p.token_ids for p in m.prompts] for m in coordinator.of(StepStartedMessage)}
+
+    undisturbed = make_run(tmp_path, "undisturbed", data=data)
+    with Coordinator(undisturbed) as coordinator:
+        wanted, wanted_prompts = weights(go(undisturbed)), asked(coordinator)
+    assert lines(undisturbed)[-1]["prompts_passed_over"] > 0
+    assert (
+        lines(undisturbed)[-1]["prompts_resting_solved"]
+        > 0
+        == lines(undisturbed)[-1]["prompts_resting_unsolved"]
+    )
+    run = make_run(tmp_path, data=data)
+    with Coordinator(run) as coordinator:
+        coordinator.refuse_step = 3
+        with pytest.raises(RLBoostError, match="enough"):
+            go(run)
+        coordinator.refuse_step = None
+        found = weights(go(run))
+        assert asked(coordinator) == wanted_prompts
+    assert found == wanted
 
 
 @pytest.mark.timeout(300)

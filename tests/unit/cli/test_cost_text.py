@@ -62,7 +62,7 @@ def test_the_report_says_what_was_spent_on_what(tmp_path: Path) -> None:
     assert lines[0] == "a-run     $4,001.50 so far, $3,600.00 per hour now"
     budget = "budget    $5,000.00, $998.50 left: 17 min at this rate; at most $4,000.00 per hour"
     assert f"{lines[1]} {lines[2].strip()}" == budget
-    assert "tokens    4,000,000 trained, $1,000.38 per million" in lines
+    assert "tokens    4,000,000 trained, $1,000.38 per million, start-up included" in lines
     assert ["boot", "$0.00", "$4.00", "$4.00"] in rows_of(lines, "reserved  ")
     assert ["total", "$1,000.00", "$3,000.00", "$4,001.50"] in rows_of(lines, "reserved  ")
     assert ["egress", "-", "-", "$1.50"] in rows_of(lines, "reserved  ")

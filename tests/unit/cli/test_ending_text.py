@@ -3,7 +3,10 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
 
+from rlboost_cli.terminal.text import usd_parts
 from rlboost_cli.views.ending import ended_lines, next_lines, warning_lines
 from rlboost_runtime.billing.launch_records import MachineRecord
 from rlboost_runtime.billing.report import BudgetState, CostReport, Counterfactual, MachineCost, OutsideSteps
@@ -42,12 +45,12 @@ def test_the_end_is_a_summary_on_eighty_columns() -> None:
     lines = ended_lines("quickstart", "done", STATUS, report())
     assert lines == [
         "quickstart is done: 10 of 10 steps in 5 min",
-        "learned  reward 0.100 -> 0.400, x4.00 (first and last 5 steps)",
+        "reward   0.100 -> 0.400, x4.00 (first and last 5 steps)",
         "kept     18 preemptions survived, 3 with notice",
         "         34 responses migrated, about 15 tokens lost of 30,000 (0.05%)",
         "cost     $1.55 (reserved $0.94, spot $0.61)",
-        "         $170.23 per million tokens trained",
-        "         per million: steps $170.16, on demand $232.14 (computed): 27% saved",
+        "         $170.23 per million tokens trained, start-up and end included",
+        "         $170.16 in steps, $232.14 on demand (computed): 27% saved",
     ]
     assert all(len(line) < 80 for line in lines)
 
@@ -106,3 +109,23 @@ def test_a_machine_that_may_still_cost_money_is_named_with_its_price_and_what_to
         "hint: rlboost down mine asks the cloud again; rlboost gc does so for all runs",
     ]
     assert warning_lines("mine", "no usable AWS credentials", []) == []
+
+
+def test_the_amounts_shown_add_up_to_the_total_shown() -> None:
+    split = report(
+        total_usd=0.2449, compute_usd={"reserved": 0.2352, "spot": 0.0051}, other_usd={"egress": 0.0046}
+    )
+    assert "cost     $0.24 (reserved $0.24, spot $0.00, egress $0.00)" in ended_lines(
+        "r", "done", STATUS, split
+    )
+
+
+@given(st.lists(st.integers(0, 10**9), min_size=1, max_size=6), st.sampled_from([2, 4]))
+def test_rounded_parts_add_up(micro_usd: list[int], places: int) -> None:
+    total, unit = sum(micro_usd) / 1e6, 10**places
+    shown = [round(float(each[1:].replace(",", "")) * unit)
+             for each in usd_parts(total, [each / 1e6 for each in micro_usd], places)]  # fmt: skip
+    assert sum(shown) == round(float(f"{total:.{places}f}") * unit)
+    assert all(
+        abs(cents - each / 1e6 * unit) <= 1 + 1e-6 for cents, each in zip(shown, micro_usd, strict=True)
+    )

@@ -98,6 +98,13 @@ def test_the_view_shows_all_that_was_promised() -> None:
         assert piece in text, f"{piece} is not in\n{text}"
 
 
+def test_the_prompts_that_a_curriculum_passes_over_are_counted() -> None:
+    curriculum = {"resting_solved": 1200, "resting_unsolved": 7, "passed_over": 3}
+    text = "\n".join(shown(found(curriculum=curriculum)))
+    assert "prompts  passed over for a while: 1,200 solved, 7 unsolved" in text
+    assert "passed over" not in "\n".join(shown(found()))
+
+
 def test_what_migrated_when_seeding_ended_is_no_preemption() -> None:
     changes = {"preemptions": {"total": 0}, "responses": {"migrated": 24}, "tokens": {"generated": 9}}
     text = "\n".join(shown(found(**changes)))
@@ -107,7 +114,7 @@ def test_what_migrated_when_seeding_ended_is_no_preemption() -> None:
 
 def test_the_comparison_is_of_prices_per_token_and_waits_for_enough_steps() -> None:
     text = "\n".join(shown(found(step=10)))
-    assert "per million: steps $21.72, on demand $36.20 (computed): 40% saved" in text
+    assert "per million: $21.72 in steps, $36.20 on demand (computed): 40% saved" in text
     for step, steps in ((9, 12), (5, 6)):
         assert "on demand" not in "\n".join(shown(found(step=step, steps=steps)))
     assert "on demand" in "\n".join(shown(found(step=6, steps=6)))
@@ -131,7 +138,7 @@ def test_boots_fit_eighty_columns() -> None:
 def test_dearer_than_on_demand_is_said_as_it_is() -> None:
     cost = {**STATUS["cost"]["counterfactual"], "saving_fraction": -0.5}
     text = "\n".join(shown(found(step=10, cost={**STATUS["cost"], "counterfactual": cost})))
-    assert "per million: steps $54.30, on demand $36.20 (computed): 50% more" in text
+    assert "per million: $54.30 in steps, $36.20 on demand (computed): 50% more" in text
 
 
 def test_no_comparison_without_its_figures() -> None:
@@ -246,7 +253,7 @@ def test_an_ended_run_needs_no_detaching_and_costs_nothing_more() -> None:
     assert "$1.50 of $10.00 in all" in text
     stopped = {**STATUS["cost"], "rate_usd_per_hour": 0.0}
     text = "\n".join(shown(found(has_ended=True, state="done", cost=stopped)))
-    assert "on demand $36.20 (computed): 40% saved" in text
+    assert "$36.20 on demand (computed): 40% saved" in text
 
 
 def test_a_status_of_nothing_but_a_name_can_be_shown() -> None:

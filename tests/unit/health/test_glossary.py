@@ -16,6 +16,7 @@ from rlboost_runtime.health.glossary import (
 )
 from rlboost_runtime.protocol.reward_failures import SCORED_METRIC, RewardFailure, metric_of
 from rlboost_runtime.trainer import loop
+from rlboost_runtime.trainer.data import feed
 from rlboost_runtime.trainer.episodes.outcome import episode_metrics
 from rlboost_runtime.trainer.learn import companions, learner
 from rlboost_runtime.trainer.learn.learner import StepSums
@@ -48,6 +49,7 @@ def written() -> set[str]:
         *keys_in(of_loop, "_finish"),
         *keys_in(of_groups, "group_metrics"),
         *keys_in(of_groups, "choice_metrics"),
+        *keys_in(inspect.getsource(feed), "metrics"),
         *keys_in(inspect.getsource(learner), "_pair_metrics"),
         *keys_in(inspect.getsource(companions), "judged"),
         *keys_in(inspect.getsource(companions.Critic), "metrics"),
@@ -55,6 +57,7 @@ def written() -> set[str]:
         *("eval_updates", "eval_avg_at_K", "eval_pass_at_K", "reward_NAME_mean"),
         *episode_metrics([]),
         *StepSums().metrics(),
+        *StepSums(staleness=1).metrics(),
         *GroupSelection("keep", 1).metrics(),
         SCORED_METRIC,
         *(metric_of(kind) for kind in RewardFailure),

@@ -11,7 +11,7 @@ import pytest
 from rlboost_runtime.health import limits
 from rlboost_runtime.health.monitor import FleetFacts, HealthMonitor
 from rlboost_runtime.health.rules import FLEET_KINDS, step_rules
-from rlboost_runtime.protocol.status import EvaluationStatus
+from rlboost_runtime.protocol.status import CurriculumStatus, EvaluationStatus
 
 HEALTHY = {
     "reward_mean": 0.4,
@@ -21,6 +21,8 @@ HEALTHY = {
     "mismatch_tokens": 1000.0,
     "mismatch_kl": 0.001,
     "mismatch_abs_max": 1.0,
+    "lag_tokens": 1000.0,
+    "lag_kl": 0.01,
     "entropy": 1.0,
     "grad_norm": 0.5,
     "minibatches_not_finite": 0.0,
@@ -37,6 +39,7 @@ CASES = [
     ("truncated", "truncated_share", (1.0, 0.3, 0.29), 0.25, 0.1),
     ("mismatch_kl", "mismatch_kl", (0.1, 0.01, 0.0099), 0.007, 0.001),
     ("mismatch_token", "mismatch_abs_max", (20.0, 8.0, 7.9), 7.0, 5.0),
+    ("lag_kl", "lag_kl", (1.0, 0.1, 0.099), 0.07, 0.01),
     ("entropy_collapse", "entropy", (0.01, 0.1, 0.11), 0.12, 0.5),
     ("grad_exploding", "grad_norm", (50.0, 5.0, 4.9), 4.0, 1.0),
     ("idle_reserved_gpu", "train_wait_s", (9.0, 5.0, 4.9), 4.5, 1.0),
@@ -137,7 +140,14 @@ def test_missing_metrics_and_steps_without_tokens_change_nothing() -> None:
     driven = Driven()
     assert HealthMonitor((n, {"step": float(n)}) for n in range(20)).active == []
     assert driven.steps(10, mismatch_tokens=0.0, mismatch_kl=9.0) == []
+    assert driven.steps(10, lag_tokens=0.0, lag_kl=9.0) == []
     assert driven.steps(10, mismatch_kl=math.nan, truncated_share=math.nan, grad_norm=0.0) == []
+
+
+def test_the_curriculum_of_the_last_step_is_kept() -> None:
+    assert HealthMonitor([(0, HEALTHY)]).curriculum is None
+    row = {"prompts_resting_solved": 2.0, "prompts_resting_unsolved": 1.0, "prompts_passed_over": 4.0}
+    assert HealthMonitor([(0, HEALTHY | row)]).curriculum == CurriculumStatus(2, 1, 4)
 
 
 def test_a_restart_keeps_warnings_and_does_not_report_them_again() -> None:

@@ -324,6 +324,17 @@ def test_mismatch_metrics():
     assert found["mismatch_abs_mean"] == pytest.approx(0.25)
     assert found["mismatch_abs_max"] == pytest.approx(0.5)
     assert found["effective_sample_share"] == pytest.approx(weights.sum() ** 2 / (2 * (weights**2).sum()))
+    assert (found["mismatch_tokens"], found["lag_tokens"]) == (2, 0)
+    assert "lag_kl" not in found
+
+
+def test_tokens_of_older_weights_count_as_lag_and_not_as_mismatch():
+    old, mu = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -2.5]])
+    sums = mismatch(old, mu, torch.ones(1, 2))
+    fresh, stale = sums.metrics(), sums.metrics(staleness=1)
+    assert stale["lag_kl"] == fresh["mismatch_kl"] > 0
+    assert (stale["mismatch_tokens"], stale["lag_tokens"]) == (0, 2)
+    assert {"mismatch_kl", "mismatch_abs_mean", "mismatch_abs_max"}.isdisjoint(stale)
 
 
 def test_truncated_importance_sampling_reduces_bias_on_a_bandit():

@@ -6,8 +6,8 @@ config and tokenizer, `state.json`, and `digests.json`, the BLAKE3 digest of eve
 that name is complete and durable: it is built under another name, synced and renamed. A damaged one is put
 aside when a trainer starts, which goes on from the one before (`newest_intact`). Loading one on a CPU goes on
 bit for bit, on any number of ranks.
-The data cursor is the step itself (`data/prompts.py`); what the window has learned is in the coordinator's
-event log.
+The data cursor is the step itself (`data/prompts.py`), or in `state.json` (`data/feed.py`); what the window
+has learned is in the coordinator's event log.
 
 Training stands still while each rank copies its rows (`CheckpointWriter.copy`); everything else is beside
 training, in order: memory holds one copy. `on_durable` is called on the writer's thread, only once the
@@ -26,6 +26,7 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from blake3 import blake3
@@ -52,7 +53,8 @@ STANDSTILL = 0.02
 class TrainedState:
     """The step that a checkpoint follows, with its report, which is sent and written again if the trainer was
     killed before it could. `policy_version`: the version published after the step. `ahead`: [step, policy
-    version, updates in it] of the steps that had been requested."""
+    version, updates in it] of the steps that had been requested. `feed`: of the prompts that follow
+    (`data/feed.py`)."""
 
     step: int
     policy_version: int
@@ -62,6 +64,7 @@ class TrainedState:
     reward_mean: float | None
     line: dict[str, float]
     ahead: list[list[int]] = field(default_factory=list)
+    feed: dict[str, Any] | None = None  # JSON values
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
 """Which prompts a step gets.
 
 The prompts of step k are a pure function of (data, seed, k): the data cursor *is* the step, so nothing has to
-be saved for a resume. Each epoch of a source visits every usable prompt once, in an order drawn from (seed,
-epoch), or in its own. Several sources are interleaved as evenly as their weights allow.
+be saved for a resume (but where `feed.py` passes over some, or adds some). Each epoch of a source visits
+every usable prompt once, in an order drawn from (seed, epoch), or in its own. Several sources are interleaved
+as evenly as their weights allow.
 Prompts longer than `max_prompt_tokens` are skipped, counted and logged; a data set without any usable prompt
 is a `ConfigError`.
 """
@@ -11,11 +12,12 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from rlboost_runtime.errors import ConfigError
-from rlboost_runtime.job import Algorithm, Evaluation, RewardSetting
+from rlboost_runtime.job import Algorithm, Curriculum, Evaluation, RewardSetting
 from rlboost_runtime.logs import event
 from rlboost_runtime.protocol.messages import Sampling
 from rlboost_runtime.trainer.data.reading import Chat, ChatFormat, Example, Row
@@ -50,6 +52,7 @@ class Prompt:
     messages: Chat | None = None
     """What episodes begin with; None: with the text."""
     chat: ChatFormat = field(default_factory=ChatFormat)
+    curriculum: Curriculum | None = None
 
     def sampling(self, algorithm: Algorithm) -> Sampling:
         """Return how its responses are sampled."""
@@ -94,7 +97,7 @@ class PromptSource:
         by_source = _by_source(examples, usable)
         self.held_out = _hold_out(by_source, num_held_out)
         self._sources = [source for source in by_source if source]
-        self._per_step = prompts_per_step
+        self.per_step = prompts_per_step
         self._seed = seed
         weights = [examples[source[0].index].weight for source in self._sources]
         sizes = [len(s) if w is None else w for s, w in zip(self._sources, weights, strict=True)]
@@ -107,15 +110,43 @@ class PromptSource:
 
     def batch(self, step: int) -> list[Prompt]:
         """Return the prompts of `step`: the same ones for the same step, always."""
-        start = step * self._per_step
-        return [self._at(position) for position in range(start, start + self._per_step)]
+        start = step * self.per_step
+        return [self._of_turn(turn) for turn in range(start, start + self.per_step)]
 
-    def _at(self, position: int) -> Prompt:
-        cycle, turn = divmod(position, len(self._turns))
-        number, before, per_cycle = self._turns[turn]
+    def _of_turn(self, turn: int) -> Prompt:
+        cycle, at = divmod(turn, len(self._turns))
+        number, before, per_cycle = self._turns[at]
+        return self.at(number, cycle * per_cycle + before)
+
+    # --- for a cursor of one's own --------------------------------------------------------------------------
+
+    def prompts(self) -> Iterator[Prompt]:
+        """Yield the prompts of all sources."""
+        return chain.from_iterable(self._sources)
+
+    def sizes(self) -> list[int]:
+        """Return the number of prompts of each source."""
+        return list(map(len, self._sources))
+
+    def whose_turn(self, turn: int) -> int:
+        """Return the source whose turn is the `turn`th, from 0."""
+        return self._turns[turn % len(self._turns)][0]
+
+    def places_at(self, turn: int) -> list[int]:
+        """Return how many turns each source has had before the `turn`th."""
+        cycle, at = divmod(turn, len(self._turns))
+        found = [0] * len(self._sources)
+        for number, _, per_cycle in self._turns:
+            found[number] = cycle * per_cycle
+        for number, _, _ in self._turns[:at]:
+            found[number] += 1
+        return found
+
+    def at(self, number: int, place: int) -> Prompt:
+        """Return the prompt at a place, from 0, of a source's epochs one after another."""
         source = self._sources[number]
-        epoch, place = divmod(cycle * per_cycle + before, len(source))
-        return source[self._order(number, epoch)[place]]
+        epoch, in_epoch = divmod(place, len(source))
+        return source[self._order(number, epoch)[in_epoch]]
 
     def _order(self, number: int, epoch: int) -> list[int]:
         known = self._epoch_orders.get(number)
@@ -193,7 +224,7 @@ def usable_prompts(
             prompts.append(
                 Prompt(
                     index, text, tuple(ids), example.row, example.text, example.reward,
-                    messages=example.conversation, chat=example.chat,
+                    messages=example.conversation, chat=example.chat, curriculum=example.curriculum,
                 )
             )  # fmt: skip
     if not prompts:

@@ -19,6 +19,7 @@ from typing import Any
 
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.job import (
+    Curriculum,
     PromptData,
     PromptDataset,
     PromptFile,
@@ -51,7 +52,8 @@ class Example:
     """A prompt with its row; `answer`, and `response`, which sft learns, are None where the data has none.
 
     `text`: the prompt, of messages the last user's. `source`: its number in the job's list of sources;
-    `weight` and `shuffle` are that source's. `reward`: None is the job's. `where`: for error messages.
+    `weight`, `shuffle` and `curriculum` are that source's. `reward`: None is the job's. `where`: for error
+    messages.
     """
 
     text: str
@@ -62,6 +64,7 @@ class Example:
     source: int = 0
     weight: float | None = None
     shuffle: bool = True
+    curriculum: Curriculum | None = None
     reward: RewardSetting | None = None
     response: str | None = None
     where: str = field(default="", compare=False)
@@ -90,7 +93,7 @@ def read_examples(data: PromptData | list[PromptData], files: Path) -> list[Exam
 def _read(data: PromptData, files: Path, source: int) -> Iterator[Example]:
     settings = {
         "chat": chat_format(data, files), "source": source, "weight": data.weight,
-        "shuffle": data.shuffle, "reward": data.reward,
+        "shuffle": data.shuffle, "curriculum": data.curriculum, "reward": data.reward,
     }  # fmt: skip
     if isinstance(data, ReasoningGym):
         yield from generate_examples(data, seed=data.seed, size=data.size, **settings)

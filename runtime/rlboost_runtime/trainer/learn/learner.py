@@ -65,6 +65,8 @@ class PartSums:
 class StepSums:
     """Sums over a step's updates and all ranks; see `metrics`."""
 
+    staleness: int = 0
+    """Updates between the weights that sampled the step's tokens and those it begins with."""
     loss: float = 0.0
     tokens: int = 0
     clipped: int = 0
@@ -107,7 +109,7 @@ class StepSums:
             "minibatches_empty": float(self.empty_minibatches),
             "minibatches_not_finite": float(self.not_finite_minibatches),
             "kernels_refused": float(self.kernels_refused),
-            **self.mismatch.metrics(),
+            **self.mismatch.metrics(self.staleness),
         }
 
 
@@ -167,10 +169,11 @@ class Learner:
         values = {} if self.critic is None else self.critic.metrics()
         return self.sums.metrics() | pairs | values
 
-    def begin_step(self, step: int) -> None:
-        """Reset sums and gradients; the weights are the step's policy until the first `apply`."""
+    def begin_step(self, step: int, staleness: int = 0) -> None:
+        """Reset sums and gradients; the weights are the step's policy until the first `apply`. `staleness`:
+        updates between the weights that sampled its tokens and these; only rank 0 needs it, for metrics."""
         self._ranks.broadcast(BeginStep(step))
-        self.sums = StepSums()
+        self.sums = StepSums(staleness)
         self._reset()
         self._updated = False
         self._config = replace(self._config, entropy_coef=self._algorithm.entropy_coef_at(step))

@@ -165,18 +165,28 @@ class MismatchSums:
             weight_squared=self.weight_squared + other.weight_squared,
         )
 
-    def metrics(self) -> dict[str, float]:
-        """Return KL(mu || old) in nats per token (k3 estimate), mean and largest |old - mu|, and the
-        effective sample share (sum w)^2 / (N sum w^2), all of the tokens whose old is the trainer's own,
-        with their number."""
+    def metrics(self, staleness: int = 0) -> dict[str, float]:
+        """Return what the comparison says of tokens whose old is the trainer's own, with their number.
+
+        `staleness`: updates between the weights that sampled them and old, the same for all tokens of a step.
+        Without any, engine and trainer differ in their arithmetic alone: KL(mu || old) in nats per token (k3
+        estimate), mean and largest |old - mu|. With some, the policy has moved, too, and the same estimate is
+        `lag_kl`. The other one's metrics are left out. `effective_sample_share` is (sum w)^2 / (N sum w^2) of
+        either.
+        """
         n = max(self.tokens, 1)
         ess = self.weight**2 / (n * self.weight_squared) if self.weight_squared > 0 else 1.0
-        return {
-            "mismatch_tokens": float(self.tokens),
+        found = {
+            "mismatch_tokens": 0.0 if staleness else float(self.tokens),
+            "lag_tokens": float(self.tokens) if staleness else 0.0,
+            "effective_sample_share": ess,
+        }
+        if staleness:
+            return found | {"lag_kl": self.k3 / n}
+        return found | {
             "mismatch_kl": self.k3 / n,
             "mismatch_abs_mean": self.absolute / n,
             "mismatch_abs_max": self.largest,
-            "effective_sample_share": ess,
         }
 
 

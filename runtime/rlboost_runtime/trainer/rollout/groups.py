@@ -74,6 +74,15 @@ class ScoredGroup:
     count: it teaches nothing of the task."""
     episodes: Sequence[EpisodeResult] = ()
 
+    @property
+    def usable_rewards(self) -> list[float]:
+        """Rewards, before penalties, of the responses that have one and were not given up."""
+        return [
+            each.reward.value
+            for each in self.responses
+            if each.finite and each.finish_reason != FinishReason.QUARANTINED and each.reward.failure is None
+        ]
+
 
 @dataclass(frozen=True, slots=True)
 class _PendingResponse:
