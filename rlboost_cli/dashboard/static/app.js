@@ -75,7 +75,7 @@
       <span class="dim">${connection || (frozen ? `report of ${new Date(data.at * 1000).toLocaleString("en-GB")}` : data.has_ended ? "" : "live")}</span>
       <span class="grow"></span>${!frozen && html`<a href="/">All runs</a>`}
       <button type="button" onClick=${toggleTheme}>Light or dark</button></header>
-      ${outcome.problem && html`<section role="alert" class="failed">${outcome.problem}${outcome.remedy ? `; ${outcome.remedy}` : ""}</section>`}
+      ${outcome.problem && html`<section role="alert" class=${status.state === "failed" ? "failed" : "warning"}>${outcome.problem}${outcome.remedy ? `; ${outcome.remedy}` : ""}</section>`}
       ${!outcome.problem && data.problem && html`<section role="status" class="warning">${data.problem}</section>`}`;
   }
 
@@ -101,8 +101,9 @@
       <${Tile} name=${serving ? "Per million tokens served" : "Per million tokens"} value=${usd(cost.usd_per_million_tokens)}
         note=${isNumber(other.usd_per_million_tokens) && isNumber(saving) ? `steps ${usd(other.usd_per_million_tokens * (1 - saving))}, on demand ${usd(other.usd_per_million_tokens)} (${other.basis.split(/[,:;]/)[0]}): ${saving >= 0 ? `${share(saving)} saved` : `spot cost ${share(-saving)} more`}` : ""} />
       <${Tile} name="Preemptions survived" value=${whole(lost)} note=${`${whole(status.preemptions?.noticed)} with notice`} />
-      <${Tile} name="Responses" value=${whole(serving ? serving.finished : status.responses?.finished)}
-        note=${`${whole(status.responses?.in_flight)} in flight, ${whole(status.responses?.migrated)} migrated, ${whole(status.responses?.rebalanced)} rebalanced`} />
+      ${serving ? html`<${Tile} name="Responses migrated" value=${whole(status.responses?.migrated)} note=${`${whole(status.responses?.in_flight)} in flight, ${whole(status.responses?.rebalanced)} rebalanced`} />` : html`
+      <${Tile} name="Responses" value=${whole(status.responses?.finished)}
+        note=${`${whole(status.responses?.in_flight)} in flight, ${whole(status.responses?.migrated)} migrated, ${whole(status.responses?.rebalanced)} rebalanced`} />`}
       <${Tile} name="Tokens" value=${whole(serving ? serving.tokens : status.tokens?.trained)}
         note=${`${serving ? "served" : "trained"}; ${!serving && cost.requests_served ? `${whole(cost.tokens_served)} more served in ${whole(cost.requests_served)} requests; ` : ""}${whole(status.tokens?.migrated)} carried over to another machine, about ${whole(status.tokens?.lost_estimate)} lost`} />
     </div>`;

@@ -15,15 +15,25 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint import FileSystemReader
 
 from rlboost_runtime.job import Algorithm, Dpo, EntropyBonus, Kl, Lora, Ppo, TinyModel, Trainer
 from rlboost_runtime.trainer.artifacts import checkpoint
 from rlboost_runtime.trainer.artifacts.checkpoint import TrainedState, TrainingState
 from rlboost_runtime.trainer.learn.companions import Critic, Reference
 from rlboost_runtime.trainer.learn.learner import Learner
+from rlboost_runtime.trainer.learn.logprobs import VALUE_HEAD
 from rlboost_runtime.trainer.learn.policy import Policy, Residency
 from rlboost_runtime.trainer.learn.rank_worker import serve
-from rlboost_runtime.trainer.learn.ranks import ALONE, Adam, End, Ranks, full_tensor
+from rlboost_runtime.trainer.learn.ranks import (
+    ALONE,
+    Adam,
+    End,
+    Ranks,
+    full_tensor,
+    local_part,
+    rows_by_rank,
+)
 from rlboost_runtime.trainer.learn.sample import Sample
 from rlboost_runtime.trainer.learn.sharded_state import CRITIC, StoredState
 from rlboost_runtime.trainer.models.tiny import make_model, make_tokenizer
@@ -52,6 +62,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 """Changes of the algorithm and of the trainer. "far": rank 1 does not see rank 0's files. The last ones are
 families of models."""
 FAMILIES = ("qwen3_moe", "gemma3")
+JUDGED = ("values", "returns", "advantages")
+"""What a critic makes of a sample, per token."""
 
 AT = TrainedState(0, 0, 0.0, 0.0, 0, 0.0, {})
 
@@ -96,6 +108,18 @@ def stored_rows(folder: Path, model: torch.nn.Module, kind: str) -> dict[str, to
     return {f"{kind}/{name}": stored.rows(name, 0, n, kind) for name, n in trained.items()}
 
 
+def stored_state(folder: Path) -> dict[str, torch.Tensor]:
+    """A checkpoint's weights and moments, of the policy and of a critic."""
+    found = {}
+    for part in ("", f"{CRITIC}/"):
+        if StoredState.is_in(folder / part):
+            stored = StoredState(folder / part)
+            for name, tensor in FileSystemReader(folder / part).read_metadata().state_dict_metadata.items():
+                kind, _, of = name.partition(".")
+                found[part + name] = stored.rows(of, 0, tensor.size[0], kind)
+    return found
+
+
 def split(found: list[Sample], seed: int, together: int = 1) -> Iterator[list[Sample]]:
     """Any order, in up to four calls, also with one sample for two ranks."""
     draw = np.random.default_rng(seed)
@@ -104,6 +128,13 @@ def split(found: list[Sample], seed: int, together: int = 1) -> Iterator[list[Sa
     for start, end in zip([0, *cuts], [*cuts, len(units)], strict=True):
         if start < end:
             yield [sample for i in order[start:end] for sample in units[i]]
+
+
+def draw_value_head(critic: Critic, ranks: Ranks) -> None:
+    """A head that has learned something: a new one's values are 0, and its body has no gradient."""
+    head = getattr(critic.body.model, VALUE_HEAD)
+    drawn = torch.randn(head.shape, generator=torch.Generator().manual_seed(4))
+    local_part(head.detach()).copy_(rows_by_rank(drawn, ranks)[ranks.rank])
 
 
 def run_case(case: str, ranks: Ranks, seed: int | None) -> dict[str, Any]:
@@ -126,6 +157,7 @@ def run_case(case: str, ranks: Ranks, seed: int | None) -> dict[str, Any]:
     if algorithm.critic is not None:
         body = make_model(TinyModel(init="tiny", hidden_size=32, num_layers=2, seed=6), 64)
         critic = Critic(Policy(body, make_tokenizer()), algorithm, trainer, ranks)
+        draw_value_head(critic, ranks)
     learner = Learner(policy, algorithm, trainer, ranks, reference, critic)
     gradients: list[torch.Tensor] = []
     models = {learner.optimizer: policy.model}
@@ -171,6 +203,7 @@ def run_case(case: str, ranks: Ranks, seed: int | None) -> dict[str, Any]:
         "metrics": learner.metrics(),
         "moments": moments,
         "old": [sample.old_logprobs for sample in old],
+        "judged": [getattr(each, name) for each in (*first, *second) for name in JUDGED],
         "probe": policy.probe([1, 2, 3], "float32").logprobs,
     }
     ranks.broadcast(End())

@@ -14,7 +14,7 @@ from tests.integration.trainer.test_ranks import run_two_ranks
 pytestmark = [pytest.mark.integration, pytest.mark.e2e, pytest.mark.timeout(300)]  # e2e: most of a minute
 
 SCRIPT = Path(__file__).with_name("handover_steps.py")
-CYCLES = {"tied": 10, "untied": 3, "lora": 2, "bfloat16": 2}
+CYCLES = {"tied": 10, "untied": 3, "lora": 2, "bfloat16": 2, "ppo": 2}
 WITHIN = {"bfloat16": 0.02}
 """Nats; else 1e-5."""
 

@@ -79,8 +79,10 @@ def test_two_ranks_and_random_micro_batches_take_the_step_of_one(two_ranks, case
     for gradient, reference in zip(found["gradients"], wanted["gradients"], strict=True):
         assert reference.norm() > 0
         assert close(gradient, reference)
-    for mine, theirs in zip(found["old"], wanted["old"], strict=True):
-        assert mine == (theirs if theirs is None else pytest.approx(theirs, abs=1e-5))
+    for name in ("old", "judged"):
+        for mine, theirs in zip(found[name], wanted[name], strict=True):
+            assert mine == (theirs if theirs is None else pytest.approx(theirs, abs=1e-5)), name
+    assert any(each is not None for each in found["judged"]) == case.startswith("ppo")
     assert found["weights"].keys() == wanted["weights"].keys()
     for name, tensor in found["weights"].items():
         assert close(tensor, wanted["weights"][name], 1e-4), name  # Adam's first steps are signs

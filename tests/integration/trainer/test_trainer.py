@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.distributed.checkpoint import FileSystemReader
 from websockets.asyncio.server import ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
 
@@ -25,7 +24,7 @@ from rlboost_cli.runs.metrics import history_of
 from rlboost_runtime.errors import RLBoostError, RuntimeFault
 from rlboost_runtime.health.glossary import GLOSSARY, described
 from rlboost_runtime.health.monitor import HealthMonitor
-from rlboost_runtime.job import Job
+from rlboost_runtime.job import Job, TinyModel
 from rlboost_runtime.protocol.messages import (
     Checkpointed,
     DeliverGroupMessage,
@@ -53,11 +52,12 @@ from rlboost_runtime.run.folder import RunFolder, write_json
 from rlboost_runtime.trainer.__main__ import EXIT_CANNOT_GO_ON, train
 from rlboost_runtime.trainer.artifacts.output import OutputCopies
 from rlboost_runtime.trainer.episodes.outcome import episode_metrics
-from rlboost_runtime.trainer.learn.sharded_state import StoredState
+from rlboost_runtime.trainer.models.tiny import make_model, make_tokenizer
 from rlboost_runtime.trainer.rollout.client import RolloutClient
 from rlboost_runtime.trainer.rollout.metrics import MetricsLog
 from rlboost_runtime.weights.manifest import read_manifest
 from rlboost_runtime.weights.store.store import WeightStore
+from tests.integration.trainer.rank_steps import stored_state
 
 pytestmark = pytest.mark.integration
 
@@ -283,6 +283,10 @@ def test_coming_back_continues_bit_for_bit(tmp_path, quiet):
 
 PPO = {"loss": "ppo", "ppo": {"learning_rate": 1e-2, "warmup_steps": 1, "gae_lambda": 0.9}}
 LORA = {"lora": {"rank": 4}, "learning_rate": 0.1}
+SCHEDULES = {
+    "entropy_bonus": {"coef": 0.1, "final_coef": 0.0}, "learning_rate_schedule": "cosine",
+    "weight_decay": 0.1,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -292,14 +296,7 @@ LORA = {"lora": {"rank": 4}, "learning_rate": 0.1}
 )
 def test_kl_and_schedules_continue_bit_for_bit(tmp_path, where, more):
     """The reference is the start, not what the trainer came back with."""
-    changes = {
-        **JOB["algorithm"],
-        "kl": {"coef": 0.1, "in": where},
-        "entropy_bonus": {"coef": 0.1, "final_coef": 0.0},
-        "learning_rate_schedule": "cosine",
-        "weight_decay": 0.1,
-        **more,
-    }
+    changes = {**JOB["algorithm"], **SCHEDULES, "kl": {"coef": 0.1, "in": where}, **more}
     whole, run = (make_run(tmp_path, name, algorithm=changes) for name in ("whole", "r"))
     with Coordinator(whole):
         wanted = go(whole)
@@ -463,12 +460,12 @@ def test_held_out_prompts_are_answered_and_never_trained(tmp_path):
     general |= {"responses_kept", "groups_without_kept"}  # of rejection
     general |= {"value_loss", "value_clip_share", "value_mean", "return_mean"}  # of ppo
     general |= {"explained_variance", "critic_grad_norm"}
-    general |= {"lag_kl"}  # with max_staleness
     general |= {
         "prompts_resting_solved",
         "prompts_resting_unsolved",
         "prompts_passed_over",
     }  # of a curriculum
+    general |= {"lag_kl"}  # of max_staleness
     general |= episode_metrics([]).keys()
     assert {described(name).name for name in set().union(*table)} == (
         GLOSSARY.keys() - {"tokens_per_s", *general} | {"eval_avg_at_4", "eval_pass_at_2", "eval_pass_at_4"}
@@ -746,11 +743,7 @@ class Killer:
 
 def last_state(run: RunFolder, steps: int) -> dict:
     folder = run.checkpoints / f"step-{steps - 1:06d}"
-    stored, found = StoredState(folder), {}
-    for name, tensor in FileSystemReader(folder).read_metadata().state_dict_metadata.items():
-        kind, _, of = name.partition(".")
-        found[name] = stored.rows(of, 0, tensor.size[0], kind)
-    return {**found, **flat(torch.load(folder / "trainer.pt", weights_only=True))}
+    return {**stored_state(folder), **flat(torch.load(folder / "trainer.pt", weights_only=True))}
 
 
 def flat(value: object, name: str = "") -> dict:
@@ -759,11 +752,16 @@ def flat(value: object, name: str = "") -> dict:
     return {name: value if isinstance(value, torch.Tensor) else torch.tensor(value)}
 
 
+PPO_WITH_ALL = PPO | LORA | SCHEDULES | {"kl": {"coef": 0.1, "in": "reward"}}
+
+
 @pytest.mark.e2e
 @pytest.mark.timeout(300)
-def test_twenty_kills_at_random_moments_leave_no_trace(tmp_path):
-    steps = 24
-    changes = {"algorithm": {**JOB["algorithm"], "steps": steps}, "trainer": {"keep_checkpoints": 3}}
+@pytest.mark.parametrize(("kills", "more"), [(20, {}), (6, PPO_WITH_ALL)], ids=["twenty", "ppo-lora"])
+def test_kills_at_random_moments_leave_no_trace(tmp_path, kills, more):
+    steps = 4 + kills
+    algorithm = {**JOB["algorithm"], **more, "steps": steps}
+    changes = {"algorithm": algorithm, "trainer": {"keep_checkpoints": 3}}
     undisturbed = make_run(tmp_path, "undisturbed", **changes)
     with Coordinator(undisturbed):
         go(undisturbed)
@@ -771,7 +769,7 @@ def test_twenty_kills_at_random_moments_leave_no_trace(tmp_path):
     run, killer, endings = make_run(tmp_path, **changes), Killer(8), []
     with Coordinator(run) as coordinator, Nursery() as nursery:
         coordinator.on_message = killer.heard
-        for _ in range(20):
+        for _ in range(kills):
             killer.arm()
             killer.pid = nursery.bear(run)
             endings.append(nursery.ending())
@@ -779,14 +777,17 @@ def test_twenty_kills_at_random_moments_leave_no_trace(tmp_path):
         killer.pid = 0
         nursery.bear(run)
         assert nursery.ending() == 0
-    assert endings == [-signal.SIGKILL] * 20
+    assert endings == [-signal.SIGKILL] * kills
 
     found, wanted = last_state(run, steps), last_state(undisturbed, steps)
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
     assert weights(run.checkpoints / "model") == weights(undisturbed.checkpoints / "model")
     assert [line["step"] for line in lines(run)] == list(range(steps))
-    same = ("step", "reward_mean", "loss", "tokens_trained", "grad_norm", "entropy", "learning_rate")
+    same = ["step", "reward_mean", "loss", "tokens_trained", "grad_norm", "entropy", "learning_rate"]
+    if "ppo" in more:
+        same += ["value_loss", "value_mean", "explained_variance", "critic_grad_norm", "reference_kl"]
+        assert "critic/exp_avg.value_head" in wanted
     told = zip(lines(run), lines(undisturbed), strict=True)
     assert all(mine[name] == theirs[name] for mine, theirs in told for name in same)
     kept = ["model", *(f"step-{step:06d}" for step in range(steps - 3, steps))]
@@ -940,24 +941,74 @@ def test_a_step_that_no_refill_fills_is_trained_with_fewer_groups(tmp_path):
     assert (line["groups_trained"], line["refills"], line["minibatches_empty"]) == (0, 2, 2)
 
 
+def by_ranks(run: RunFolder, num: int, within_s: float) -> int:
+    """Train with real processes, `num` ranks; return the exit code."""
+    whole = run.job_json.read_text()
+    job = json.loads(whole)
+    run.job_json.write_text(json.dumps(job | {"trainer": job["trainer"] | {"ranks": num}}))
+    process = start(run)
+    try:
+        _, errors = process.communicate(timeout=within_s)
+    finally:
+        process.kill()
+        process.communicate()
+        run.job_json.write_text(whole)
+    assert process.returncode in (0, EXIT_CANNOT_GO_ON), errors.decode()
+    return process.returncode
+
+
 @pytest.mark.timeout(300)
 def test_two_ranks_train_and_one_goes_on_from_their_checkpoint(tmp_path, quiet):
-    run = make_run(tmp_path, trainer={"ranks": 2})
+    run = make_run(tmp_path)
     with Coordinator(run) as coordinator:
         coordinator.refuse_step = 2
-        process = start(run)
-        try:
-            _, errors = process.communicate(timeout=250)
-        finally:
-            process.kill()
-            process.communicate()
-        assert process.returncode == EXIT_CANNOT_GO_ON, errors.decode()  # as one rank's would be
+        assert by_ranks(run, 2, within_s=250) == EXIT_CANNOT_GO_ON  # as one rank's would be
         assert [m.step for m in coordinator.of(StepTrainedMessage)] == [0, 1]
         coordinator.refuse_step = None
-        run.job_json.write_text(Job.model_validate_json(json.dumps(JOB)).canonical_json())
         final = go(run)
     assert [line["step"] for line in lines(run)] == list(range(STEPS))
     found, wanted = (load_file(folder / "model.safetensors") for folder in (final, quiet))
+    assert found.keys() == wanted.keys()
+    for name, tensor in found.items():
+        assert (tensor - wanted[name]).norm() <= 1e-3 * wanted[name].norm(), name
+
+
+def other_model(folder: Path) -> str:
+    """A model of other widths that only `transformers` can read, as a reward model's body is."""
+    tiny = TinyModel(init="tiny", hidden_size=64, num_layers=2, seed=5)
+    make_model(tiny, 64).model.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("critic", "more"), [("start", {}), ("folder", {"lora": {"rank": 4}})], ids=["start", "sent-lora"]
+)
+def test_ranks_load_a_critic_anew_and_from_a_checkpoint_of_fewer(tmp_path, critic, more):
+    """Two ranks begin, one goes on, two end it: as one alone."""
+    begins_as = {} if critic == "start" else {"critic": other_model(tmp_path / "other")}
+    algorithm = {
+        **JOB["algorithm"], **PPO, "ppo": PPO["ppo"] | begins_as, **more,
+        "kl": {"coef": 0.1, "estimator": "k1", "in": "reward"},
+    }  # fmt: skip
+    alone, run = (make_run(tmp_path, name, algorithm=algorithm) for name in ("alone", "r"))
+    with Coordinator(alone):
+        wanted = load_file(go(alone) / "model.safetensors")
+    with Coordinator(run) as coordinator:
+        coordinator.refuse_step = 1
+        assert by_ranks(run, 2, within_s=120) == EXIT_CANNOT_GO_ON
+        coordinator.refuse_step = 2
+        with pytest.raises(RLBoostError, match="enough"):
+            go(run)
+        coordinator.refuse_step = None
+        assert by_ranks(run, 2, within_s=120) == 0
+    for name in ("value_loss", "value_mean", "explained_variance", "critic_grad_norm", "reference_kl"):
+        found, one = ([line[name] for line in lines(each)] for each in (run, alone))
+        assert found == pytest.approx(one, rel=1e-3, abs=1e-5), name
+    assert lines(run)[0]["value_mean"] == 0 != lines(run)[-1]["value_mean"]
+    found = load_file(run.checkpoints / "model" / "model.safetensors")
     assert found.keys() == wanted.keys()
     for name, tensor in found.items():
         assert (tensor - wanted[name]).norm() <= 1e-3 * wanted[name].norm(), name

@@ -94,6 +94,8 @@ class Critic:
         body.set_up(trainer, algorithm, ranks, is_sent=is_sent)
         self.body = body
         self.optimizer = Adam.of(body.model, algorithm, trainer, body.mover)
+        if not body.mover.moves:  # else the first `Residency.take` decides
+            self.optimizer.use_fused(is_on=body.scorer.kernels.adamw)
         self._algorithm = algorithm
         self._settings = algorithm.critic
         self._ranks = ranks

@@ -43,6 +43,7 @@ from rlboost_runtime.trainer.learn.ranks import (
     ScoreReference,
     ScoreValues,
     clip_gradients,
+    leave_sharded,
 )
 from rlboost_runtime.trainer.learn.sample import NOTHING, Logprobs, Sample
 
@@ -216,9 +217,11 @@ class Learner:
         """Return the samples with the critic's values; only before the first `apply`."""
         assert self.critic is not None
         self._ranks.broadcast(ScoreValues(list(samples)))
+        found = self._scored(samples, self.critic.scorer)
+        leave_sharded(self.critic.scorer)  # the policy's pass comes first
         return [
             sample if values is None else replace(sample, values=values)
-            for sample, values in zip(samples, self._scored(samples, self.critic.scorer), strict=True)
+            for sample, values in zip(samples, found, strict=True)
         ]
 
     def _scored(self, samples: Sequence[Sample], scorer: LogprobModel) -> list[Logprobs | None]:

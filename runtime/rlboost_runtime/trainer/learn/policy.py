@@ -403,7 +403,7 @@ class Residency:
         started = time.monotonic()
         self._move(self._mover.off)
         self._mover.release()
-        self._policy.is_away = True
+        self._say(is_away=True)
         self.asleep_s += time.monotonic() - started
 
     def take(self) -> None:
@@ -414,14 +414,16 @@ class Residency:
         started = time.monotonic()
         self._move(self._mover.onto)
         self._mover.wait()
-        self._policy.is_away = False
+        self._say(is_away=False)
         if not self._are_kernels_tried:
-            kernels = self._policy.try_kernels()
-            for model, optimizer in self._moved:
-                model.scorer.kernels = kernels
-                optimizer.use_fused(is_on=kernels.adamw)
+            for model, optimizer in self._moved:  # each for itself: a critic may have other widths
+                optimizer.use_fused(is_on=model.try_kernels().adamw)
             self._are_kernels_tried = True
         self.awake_s += time.monotonic() - started
+
+    def _say(self, *, is_away: bool) -> None:
+        for model, _ in self._moved:
+            model.is_away = is_away
 
     def _move(self, how: Callable[[Tensor], Tensor]) -> None:
         """Move everything. The scorer is moved, not the model inside it: FSDP notices that its shards have

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from rlboost_runtime.job import Algorithm, Trainer
@@ -376,6 +376,13 @@ class Adam(torch.optim.AdamW):
             for name, value in state.items():  # step counts too: the fused kernel reads them on the device
                 if isinstance(value, Tensor):
                     state[name] = how(value)
+
+
+def leave_sharded(scorer: nn.Module) -> None:
+    """Free what a forward pass without gradient leaves gathered: the weights outside of all layers, of which
+    FSDP expects a backward pass."""
+    if isinstance(scorer, FSDPModule):
+        scorer.reshard()
 
 
 def clip_gradients(model: nn.Module, divide_by: float, bound: float) -> float:
