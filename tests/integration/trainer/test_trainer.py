@@ -472,7 +472,8 @@ def test_held_out_prompts_are_answered_and_never_trained(tmp_path):
     )
     assert [line.get("eval_updates") for line in table] == [0, None, 2, STEPS]
     assert ["eval_reward_mean" in line for line in table] == [True, False, True, True]
-    assert all(line["eval_reward_best"] >= line["eval_reward_mean"] for line in table if len(line) > 60)
+    evaluated_steps = [line for line in table if "eval_reward_mean" in line]
+    assert all(line["eval_reward_best"] >= line["eval_reward_mean"] for line in evaluated_steps)
     assert {line["responses_scored"] for line in table} == {GROUPS * SIZE}
     plain = make_run(tmp_path, "plain")
     assert all(line["groups_trained"] == GROUPS for line in table)
