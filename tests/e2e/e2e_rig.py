@@ -192,7 +192,7 @@ class Cli:
             assert time.monotonic() < deadline, left
             time.sleep(0.1)
         kept = {path.name for path in self.run_folder(name).path.iterdir()}
-        strange = {re.sub("-(wal|shm)$", "", each) for each in kept} - DOCUMENTED
+        strange = {re.sub("-(wal|shm)$|[.]damaged$", "", each) for each in kept} - DOCUMENTED
         assert not strange, f"docs/run-folder.md does not have {strange}"
 
     def process(self, name: str, role: str) -> psutil.Process:

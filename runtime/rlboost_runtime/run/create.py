@@ -152,7 +152,7 @@ def reopen(run: RunFolder) -> None:
             endpoint.unlink(missing_ok=True)
         run.safe.unlink(missing_ok=True)
         run.ending.unlink(missing_ok=True)  # first: an open run that has it would only be wound up
-        os.replace(run.outcome, run.outcome.with_name("outcome.previous.json"))
+        os.replace(run.outcome, run.former_outcome)
 
 
 def files_of(job: Job) -> list[str]:
@@ -232,7 +232,7 @@ def _continue(run: RunFolder, job_file: Path, job: Job, *, resume: bool) -> Foun
 def _renew_files(run: RunFolder, job_file: Path, job: Job) -> None:
     """Copy the user's files again, all or none; the former copies stay in `files.previous`."""
     fresh = Path(tempfile.mkdtemp(dir=run.path, prefix=".files-"))
-    former = _former_files(run)
+    former = run.former_files
     try:
         copy_files(job, job_file.parent, fresh)
         shutil.rmtree(former, ignore_errors=True)
@@ -242,14 +242,10 @@ def _renew_files(run: RunFolder, job_file: Path, job: Job) -> None:
         shutil.rmtree(fresh, ignore_errors=True)
 
 
-def _former_files(run: RunFolder) -> Path:
-    return run.files.with_name("files.previous")
-
-
 def _restore_files(run: RunFolder) -> None:
     """Where a killed command had put the copies away and no others in their place, put them back."""
-    if not run.files.exists() and _former_files(run).exists():
-        os.rename(_former_files(run), run.files)
+    if not run.files.exists() and run.former_files.exists():
+        os.rename(run.former_files, run.files)
 
 
 def _has_changed(original: Path, copy: Path) -> bool:

@@ -10,6 +10,7 @@ table.
     job_source        where that file was, one line: read again on resume   CLI
     job.json          the job with every default                            CLI
     files/            copies of the user's files that the job names         CLI
+    files.previous/   the same before the last resume with changed files    CLI
     secrets/          token, api_keys, key.pem, cert.pem, environment.json; folder 700, files 600          CLI
     revoked.json      credentials of machines that are no longer accepted   coordinator
     address.json      {"host", ...}: where machines elsewhere reach the head                               CLI
@@ -32,10 +33,12 @@ table.
     restored.json     {"url", "at", "taken"}: from which copy the run was restored here, and as of when    CLI
     outcome.json      {"state", "problem", "remedy", "exit_code", "warning"} once the run has ended; the
                       warning: why machines may still cost money, or ""     coordinator
+    outcome.previous.json  how the run had ended before it was resumed  CLI
     notified.json     which notifications were sent to whom                 supervisor
     ledger.sqlite     machines, steps, events in words                      coordinator
     ledger.mark       how many durable transactions the ledger has had      coordinator
     events.log        the core's events                                     coordinator
+    events.damaged.log  the same as found where a part could not be read; not read again           coordinator
     events.snapshot   the core after some of them; may be deleted           coordinator
     journal/          step-000012.seg: tokens                               coordinator
     requests/         the same of requests to the endpoint, until they are delivered        coordinator
@@ -124,6 +127,7 @@ class RunFolder:
     job_source = _Place("job_source")
     job_json = _Place("job.json")
     files = _Place("files")
+    former_files = _Place("files.previous")
     plan = _Place("plan.json")
     token = _Place("secrets/token")
     """The run's bearer token."""
@@ -155,6 +159,7 @@ class RunFolder:
     """How the run is to end, from the decision on; without an outcome it is still being wound up."""
     outcome = _Place("outcome.json")
     """How the run ended; absent while it is open."""
+    former_outcome = _Place("outcome.previous.json")
     generation = _Place("generation.json")
     """Which head of the run this machine is; absent until it has copied anything."""
     backup = _Place("backup.json")
@@ -163,6 +168,7 @@ class RunFolder:
     notified = _Place("notified.json")
     ledger = _Place("ledger.sqlite")
     events = _Place("events.log")
+    damaged_events = _Place("events.damaged.log")
     snapshot = _Place("events.snapshot")
     """The core as of a place in the event log."""
     journal = _Place("journal")

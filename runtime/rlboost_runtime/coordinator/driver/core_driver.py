@@ -510,7 +510,7 @@ class CoreDriver:
         away = 0.0 if self.is_new else max(0.0, clock.wall() - path.stat().st_mtime)
         self.clock = RunClock(clock, known + away)
         if read.problem:
-            shutil.copyfile(path, path.with_name("events.damaged.log"))
+            shutil.copyfile(path, self.run.damaged_events)
         self.events = EventLog(path, disk, read.place)
         self._late: list[Event] = []
         why = self._why_events_are_lost(read)
