@@ -79,7 +79,7 @@ def test_the_page_on_the_head_survives_kills_of_itself_and_of_the_coordinator(cl
     assert launched.returncode == 0
 
 
-def test_the_pages_are_accessible(cli: Cli) -> None:
+def test_the_pages_are_accessible_and_used_without_a_mouse(cli: Cli) -> None:
     """By axe-core, with every rule of WCAG 2.2 AA and its best practices, in both themes and two widths."""
     cli("launch", cli.job("face", algorithm={"steps": 2}), "--yes")
     cli("launch", cli.job("other", algorithm={"steps": 2}), "--yes")
@@ -103,10 +103,10 @@ def test_the_pages_are_accessible(cli: Cli) -> None:
                     if violated := page.run(VIOLATIONS):
                         found[url.partition("?")[0], width, is_dark] = violated
     assert not found
+    use_without_a_mouse(cli)
 
 
-def test_the_page_is_used_without_a_mouse(cli: Cli) -> None:
-    cli("launch", cli.job("face", algorithm={"steps": 2}), "--yes")
+def use_without_a_mouse(cli: Cli) -> None:
     with dashboard(cli, "face") as address, browser.page() as page:
         page.open(address)
         page.wait("!!document.querySelector('.tile')", PATIENCE * 5)

@@ -50,6 +50,7 @@ def lines(cli: Any, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in cli.run_folder(name).metrics.read_text().splitlines()]
 
 
+@pytest.mark.soak
 def test_episodes_survive_kills_of_every_role(cli: Any) -> None:
     path = job(cli, "guess", {"python": "guess.py:Guess", "max_turns": 5}, algorithm={"steps": 9})
     cli("launch", path, "--yes", "--detach")

@@ -10,7 +10,7 @@ import pytest
 from rlboost_runtime.coordinator.audit import Audit, audit
 from tests.e2e.e2e_rig import merged
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.soak]
 
 NEAR_TIE = 1e-4  # top-2 logit gap under which either token is right in float32
 

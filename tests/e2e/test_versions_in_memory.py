@@ -37,6 +37,7 @@ def manifests(run: RunFolder) -> dict[int, Manifest]:
     return found
 
 
+@pytest.mark.soak
 def test_a_killed_head_publishes_the_same_again_and_nothing_is_left(cli: Any) -> None:
     job = cli.job("mem", algorithm={"steps": 6}, trainer={"checkpoint_every_steps": 1})
     cli("launch", job, "--detach", "--yes")

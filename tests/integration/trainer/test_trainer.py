@@ -758,7 +758,11 @@ PPO_WITH_ALL = PPO | LORA | SCHEDULES | {"kl": {"coef": 0.1, "in": "reward"}}
 
 @pytest.mark.e2e
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("kills", "more"), [(20, {}), (6, PPO_WITH_ALL)], ids=["twenty", "ppo-lora"])
+@pytest.mark.parametrize(
+    ("kills", "more"),
+    [(20, {}), pytest.param(6, PPO_WITH_ALL, marks=pytest.mark.soak)],
+    ids=["twenty", "ppo-lora"],
+)
 def test_kills_at_random_moments_leave_no_trace(tmp_path, kills, more):
     steps = 4 + kills
     algorithm = {**JOB["algorithm"], **more, "steps": steps}
@@ -985,7 +989,9 @@ def other_model(folder: Path) -> str:
 @pytest.mark.e2e
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("critic", "more"), [("start", {}), ("folder", {"lora": {"rank": 4}})], ids=["start", "sent-lora"]
+    ("critic", "more"),
+    [("start", {}), pytest.param("folder", {"lora": {"rank": 4}}, marks=pytest.mark.soak)],
+    ids=["start", "sent-lora"],
 )
 def test_ranks_load_a_critic_anew_and_from_a_checkpoint_of_fewer(tmp_path, critic, more):
     """Two ranks begin, one goes on, two end it: as one alone."""
