@@ -93,9 +93,10 @@ def examine(
         if check.announce:
             announce(check.announce)
         for finding in _found(check, context):
-            first = before.setdefault((finding.found, finding.remedy), finding.check)
-            is_new = first == finding.check or finding.verdict is not Verdict.FAIL
-            yield finding if is_new else replace(finding, found=f"see {first} above", remedy="")
+            problem = (finding.found, finding.remedy)
+            is_known = problem in before and finding.verdict is Verdict.FAIL
+            first = before.setdefault(problem, finding.check)
+            yield replace(finding, found=f"see {first} above", remedy="") if is_known else finding
 
 
 def _found(check: Check, context: DoctorContext) -> Iterator[Finding]:

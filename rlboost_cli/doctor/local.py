@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 
 from rlboost_cli.doctor.findings import DoctorContext, Finding, fail, failed, ok, warn
+from rlboost_cli.terminal.text import counted
 from rlboost_providers.base.provider import LaunchRequest, MachineStatus
 from rlboost_providers.local.provider import LocalProvider
 from rlboost_runtime.errors import RLBoostError, RuntimeFault
@@ -90,7 +91,7 @@ def judge_gpu_memory(job: Job, total: int, check: str) -> Finding:
 def judge_memory(total: int, available: int, trainer: int, engine: int, engines: int) -> Finding:
     """Judge bytes of this machine's memory for a trainer and so many engines, of so many bytes each."""
     wanted = trainer + engines * engine
-    parts = f"trainer {_gib(trainer)} + {engines} engines x {_gib(engine)}"
+    parts = f"trainer {_gib(trainer)} + {counted(engines, 'engine')} x {_gib(engine)}"
     words = f"about {_gib(wanted)} wanted: {parts}"
     remedy = (
         "lower rollout.spot.max_instances, rollout.engine_args.max_running, trainer.micro_batch_tokens"

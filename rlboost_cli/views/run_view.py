@@ -293,7 +293,7 @@ def boot_times(status: Status) -> list[str]:
     rows = [[m.id, *(_seconds(m.boot_s.get(name)) for name in PHASES), _whole(m)] for m in booted[-MOST:]]
     names = ("token" if name == PHASES[-1] else name.replace("_", " ") for name in PHASES)
     hidden = len(booted) - len(rows)
-    more = [f"+ {hidden} earlier machines"] if hidden else []
+    more = [f"+ {counted(hidden, 'earlier machine')}"] if hidden else []
     return [*table(["boot (s)", *names, "all"], rows).splitlines(), *more]
 
 

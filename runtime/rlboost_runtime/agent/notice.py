@@ -14,6 +14,7 @@ from pathlib import Path
 from rlboost_providers.base.metadata import MetadataService
 from rlboost_providers.base.traits import metadata_of
 from rlboost_runtime.logs import event
+from rlboost_runtime.protocol.messages import TIMELESS_NOTICE
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ async def wait_for_notice(folder: Path, terminated: asyncio.Event, cloud: str = 
 
 async def _signalled(terminated: asyncio.Event) -> PreemptionNotice:
     await terminated.wait()
-    return PreemptionNotice(TERM_SECONDS, "SIGTERM")
+    return PreemptionNotice(TERM_SECONDS, TIMELESS_NOTICE)
 
 
 async def _written(path: Path) -> PreemptionNotice:

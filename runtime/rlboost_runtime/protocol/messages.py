@@ -195,6 +195,10 @@ class SleptMessage(Message, frozen=True):
     """Answer to `SleepMessage`."""
 
 
+TIMELESS_NOTICE = "SIGTERM"
+"""The `source` of a notice that gives no time: its `seconds` are assumed."""
+
+
 class NoticeReceivedMessage(Message, frozen=True, omit_defaults=True):
     """The machine will be taken in `seconds`; `source` is where that is known from."""
 

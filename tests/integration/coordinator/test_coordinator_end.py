@@ -8,12 +8,15 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from fastapi import FastAPI, WebSocket
+from websockets.asyncio.client import connect
 
 from rlboost_providers.local.provider import LocalProvider
 from rlboost_runtime.agent.service import ExitCode, _exit_code
 from rlboost_runtime.billing.books import unsettled
 from rlboost_runtime.billing.launch_records import HeadMachine, MachineRecord
 from rlboost_runtime.billing.ledger import Ledger
+from rlboost_runtime.coordinator.links.server import bind, make_server
 from rlboost_runtime.coordinator.service import Coordinator
 from rlboost_runtime.coordinator.status import fleet_facts
 from rlboost_runtime.errors import CredentialsRejected, RuntimeFault
@@ -22,7 +25,7 @@ from rlboost_runtime.job import Job, LocalOffer, ReasoningGym, Rollout, Spot, Ti
 from rlboost_runtime.processes import kill_tagged
 from rlboost_runtime.protocol.session import RunIsOver
 from rlboost_runtime.run.folder import RunFolder, read_json, write_json
-from rlboost_runtime.run.security import create_secrets
+from rlboost_runtime.run.security import client_context, create_secrets
 from rlboost_runtime.seams import SystemClock, SystemDisk
 from rlboost_runtime.supervisor.machines import end_machines
 
@@ -162,6 +165,33 @@ async def test_an_agent_is_refused_at_the_end_without_an_error(run: RunFolder) -
     assert not refusal.retry
     coordinator._ledger.close()
     assert _exit_code(ExceptionGroup("", [RunIsOver(refusal.problem, "")])) == ExitCode.DONE
+
+
+async def test_a_peer_that_is_closing_its_connection_does_not_disturb_the_end(run: RunFolder) -> None:
+    app = FastAPI()
+
+    @app.websocket("/")
+    async def accept(websocket: WebSocket) -> None:
+        await websocket.accept()
+        await websocket.receive()
+
+    server = make_server(app, run)
+    with bind(run) as listener:
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        trust = client_context(run.certificate.read_text())
+        peer = await connect(f"wss://127.0.0.1:{listener.getsockname()[1]}/", ssl=trust, proxy=None)
+        peer.transport.pause_reading()  # its side of TLS stays open, so the server's connection keeps closing
+        peer.protocol.send_close(1000)
+        peer.transport.write(b"".join(peer.protocol.data_to_send()))
+        [connection] = server.server_state.connections
+        async with asyncio.timeout(5):
+            while not connection.transport.is_closing():  # noqa: ASYNC110 - uvicorn has no event for it
+                await asyncio.sleep(0.01)
+            server.should_exit = True
+            while server.servers[0].is_serving():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            peer.transport.abort()
+            await serving
 
 
 async def test_an_error_that_can_be_explained_leaves_as_itself(

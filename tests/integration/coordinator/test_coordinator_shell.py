@@ -39,6 +39,7 @@ from rlboost_runtime.core.base.messages import (
 from rlboost_runtime.core.lease_controller import LeaseState
 from rlboost_runtime.protocol.messages import (
     SCHEMA,
+    TIMELESS_NOTICE,
     AbortMessage,
     Ack,
     AgentHello,
@@ -49,6 +50,7 @@ from rlboost_runtime.protocol.messages import (
     Frame,
     GrantLeaseMessage,
     InstanceReadyMessage,
+    NoticeReceivedMessage,
     PromptSpec,
     Refused,
     SleepMessage,
@@ -473,6 +475,19 @@ async def test_what_was_acknowledged_survives_a_restart_and_goes_on_elsewhere(
     core, *_ = recover(tmp_path / "events.log")
     assert core.step is not None
     assert core.step.num_finished == 2
+
+
+@pytest.mark.parametrize(("source", "is_assumed"), [(TIMELESS_NOTICE, True), ("notice.json", False)])
+async def test_a_notice_that_gives_no_time_is_recorded_as_such(
+    tmp_path: Path, source: str, is_assumed: bool
+) -> None:
+    async with shell(tmp_path) as made:
+        agent = await join(made, made.trainers())
+        await agent.say(NoticeReceivedMessage(30.0, source))
+        await agent.hang_up()
+    log = (tmp_path / "events.log").read_text(encoding="utf-8")
+    (notice,) = [line for line in log.splitlines() if '"NoticeReceived"' in line]
+    assert f'"is_assumed":{str(is_assumed).lower()}' in notice
 
 
 async def test_an_agent_resumes_after_a_restart_and_resends_without_doubling(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Rewards in their child process: whatever a user's function does, its response scores 0 and we go on."""
 
 import json
+import time
 from pathlib import Path
 
 import psutil
@@ -105,6 +106,22 @@ def test_nothing_outlives_a_killed_child(tmp_path):
     assert not [
         p for p in psutil.Process().children(recursive=True) if "reward_child" in " ".join(p.cmdline())
     ]
+
+
+def test_closing_in_the_middle_of_a_call_is_quiet_and_starts_nothing(tmp_path, caplog):
+    log_file = tmp_path / "reward.log"
+    code = "import time\ndef score(response):\n    print(response)\n    time.sleep(60)\n"
+    with scorer(tmp_path, code, timeout_s=30.0) as rewards:
+        (pool,) = rewards._backends.values()
+        asked = rewards.submit(calls("asked")[0])
+        while not (log_file.exists() and "asked" in log_file.read_text()):
+            assert not asked.done()
+            time.sleep(0.01)
+    assert asked.result().failure is RewardFailure.DIED
+    assert caplog.text == ""
+    (late,) = pool._children[0].score(calls("late"))
+    assert late.failure is RewardFailure.DIED
+    assert "late" not in log_file.read_text()
 
 
 def test_output_is_bounded_and_never_mixes_with_answers(tmp_path):

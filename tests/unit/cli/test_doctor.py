@@ -275,14 +275,18 @@ def test_a_place_adds_its_checks_by_the_first_word_of_infra(monkeypatch: pytest.
     assert list(checks.checks_for(job()))[-1] is elsewhere
 
 
-def test_a_problem_that_several_checks_find_is_explained_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("second", ["aws", "head"])
+def test_a_problem_that_several_checks_find_is_explained_once(
+    monkeypatch: pytest.MonkeyPatch, second: str
+) -> None:
     error = CredentialsRejected("no credentials", "sign in")
-    each = [checks.Check(lambda patient, name=name: iter([failed(name, error)])) for name in ("head", "aws")]
+    each = [checks.Check(lambda patient, name=name: iter([failed(name, error)])) for name in ("head", second)]
     monkeypatch.setattr(checks, "checks_for", lambda job: each)
-    head, aws = checks.examine(DoctorContext(Path("/nowhere")))
+    head, again = checks.examine(DoctorContext(Path("/nowhere")))
     judged(head, Verdict.FAIL, "no credentials", "sign in")
-    assert (aws.verdict, aws.found, aws.remedy) == (Verdict.FAIL, "see head above", "")
-    assert aws.exit_code == head.exit_code == 6
+    assert (again.check, again.found, again.remedy) == (second, "see head above", "")
+    assert again.verdict is Verdict.FAIL
+    assert again.exit_code == head.exit_code == 6
 
 
 def test_without_a_job_the_machine_is_looked_at(home: Path) -> None:

@@ -323,6 +323,7 @@ def test_status_says_how_machines_came_into_service() -> None:
     many = [{**machines[1], "id": f"spot-{i}"} for i in range(11)]
     lines = status_lines(found(machines=many), ASCII)
     assert "+ 3 earlier machines" in lines
+    assert "+ 1 earlier machine" in status_lines(found(machines=many[:9]), ASCII)
     assert any(line.startswith("spot-10 ") for line in lines)
 
 

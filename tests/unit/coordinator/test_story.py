@@ -158,6 +158,13 @@ def test_a_notice_a_migration_and_a_goodbye(told: Told) -> None:
     assert told.lines() == []
 
 
+def test_a_notice_without_a_time_shows_none(told: Told) -> None:
+    run = rolling_out(told)
+    told.lines()
+    run.send(NoticeReceived(run.now, "spot-2/0", run.epoch("spot-2/0"), 30.0, is_assumed=True))
+    assert told.lines() == ["spot-2 has a preemption notice; moving its 2 responses"]
+
+
 def test_what_finishes_before_it_moves_did_not_migrate(told: Told) -> None:
     run = rolling_out(told)
     told.lines()

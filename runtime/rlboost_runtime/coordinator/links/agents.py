@@ -427,7 +427,10 @@ class AgentLinks:
                     self._driver.apply(Slept(self._driver.now(), link.instance, link.epoch))
                 case wire.NoticeReceivedMessage(seconds=seconds, source=source):
                     log_event(log, "instance.noticed", instance=link.instance, seconds=seconds, source=source)
-                    self._driver.apply(NoticeReceived(self._driver.now(), link.instance, link.epoch, seconds))
+                    is_assumed = source == wire.TIMELESS_NOTICE
+                    self._driver.apply(
+                        NoticeReceived(self._driver.now(), link.instance, link.epoch, seconds, is_assumed)
+                    )
                 case wire.Goodbye(reason=reason):
                     self._on_goodbye(link, reason)
                 case wire.AgentHello():

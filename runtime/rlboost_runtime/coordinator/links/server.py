@@ -14,6 +14,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request, Response, WebSocket, WebSocketDisconnect
 from fastapi.responses import JSONResponse
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from rlboost_runtime.errors import NotFound, ProviderError, RLBoostError, RuntimeFault, port_taken
 from rlboost_runtime.protocol.messages import MAX_MESSAGE_BYTES
@@ -203,6 +204,15 @@ def _words(error: RLBoostError) -> dict[str, str]:
     return {"problem": error.problem, "remedy": error.remedy}
 
 
+class _WebSocketProtocol(WebSocketsSansIOProtocol):
+    """uvicorn's own, whose `shutdown` raises `InvalidState` on a connection that its peer is closing."""
+
+    def shutdown(self) -> None:
+        """Close the connection, unless it is closing already."""
+        if not self.transport.is_closing():
+            super().shutdown()
+
+
 class Server(uvicorn.Server):
     """uvicorn without its own signal handling: our process decides when it ends."""
 
@@ -243,7 +253,7 @@ def make_server(app: FastAPI, run: RunFolder) -> Server:
         uvicorn.Config(
             app,
             loop="none",
-            ws="websockets-sansio",
+            ws=_WebSocketProtocol,
             ws_max_size=MAX_MESSAGE_BYTES,
             ws_ping_interval=None,
             ws_per_message_deflate=False,

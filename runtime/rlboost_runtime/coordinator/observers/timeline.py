@@ -100,8 +100,8 @@ class Timeline:
                     return None
                 self._served.add((instance, epoch))
                 return "ready", f"{_short(instance, core)} serves policy version {version}"
-            case NoticeReceived(instance=instance, seconds=seconds):
-                return self._noticed(instance, seconds, core)
+            case NoticeReceived():
+                return self._noticed(event, core)
             case VersionRefused(instance=instance, version=version, problem=problem):
                 return "refused", f"{_short(instance, core)} cannot serve policy version {version}: {problem}"
             case LaunchFailed(problem=problem):
@@ -130,12 +130,13 @@ class Timeline:
         self._versions = {later: v for later, v in self._versions.items() if later > step}
         return f"step {step + 1} trained" + ("" if version is None else f" from policy version {version}")
 
-    def _noticed(self, instance: str, seconds: float, core: Core) -> Line | None:
-        held = self._migrations.leave(instance)
-        known = core.instances.get(instance)
+    def _noticed(self, notice: NoticeReceived, core: Core) -> Line | None:
+        held = self._migrations.leave(notice.instance)
+        known = core.instances.get(notice.instance)
         if known is not None and self._is_reported(known.machine) and not held:
             return None
-        return "noticed", f"{_short(instance, core)} has {seconds:.0f} s of notice{_go_on(held)}"
+        how_long = "a preemption notice" if notice.is_assumed else f"{notice.seconds:.0f} s of notice"
+        return "noticed", f"{_short(notice.instance, core)} has {how_long}{_go_on(held)}"
 
     def _loss_lines(self, core: Core) -> list[Line]:
         """Return a line per instance that was lost by the last event."""

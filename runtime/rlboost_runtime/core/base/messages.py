@@ -377,9 +377,10 @@ class Reconnected(_OfInstance):
 
 @dataclass(frozen=True, slots=True)
 class NoticeReceived(_OfInstance):
-    """The cloud will take the machine in `seconds`."""
+    """The cloud will take the machine in `seconds`; `is_assumed`: its notice gave no time."""
 
     seconds: float
+    is_assumed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,7 +84,7 @@ class RewardPool:
         """End the children; what still waits is dropped."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         for child in self._children:
-            child.kill()
+            child.close()
         self._pool.shutdown(wait=True)
         for child in self._children:
             child.kill()  # a thread may have started one anew meanwhile
@@ -113,7 +113,7 @@ def _spread(whole: Future[list[Reward]], num: int) -> list[Future[Reward]]:
 
 
 class _Child:
-    """One child process and its replacement after each death. Used by one thread."""
+    """One child process and its replacement after each death. Used by one thread; another may `close` it."""
 
     def __init__(self, setup: Setup, name: str, timeout_s: float, log_file: Path, sandbox: Sandbox) -> None:
         self._setup = setup
@@ -123,6 +123,7 @@ class _Child:
         self._log_file = log_file
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
+        self._is_closed = False
         self.takes_groups = False
         """True once it has loaded a function that gets all responses to a prompt at once."""
 
@@ -140,7 +141,8 @@ class _Child:
                 RewardFailure.RAISED, f"the row cannot be sent to the reward process: {problem!r:.200}"
             )
         try:
-            if self._process is None or self._process.poll() is not None:
+            process = self._process  # `close` may set it to None at any time
+            if process is None or process.poll() is not None:
                 self.start()
             return self._exchange(data)
         except TimeoutError:
@@ -153,7 +155,12 @@ class _Child:
             return failed(RewardFailure.DIED, exc.problem)
 
     def start(self) -> None:
-        """Start the process and let it load the function. Raises `ConfigError` if that fails."""
+        """Start the process and let it load the function.
+
+        Raises `ConfigError` if that fails, `EOFError` after `close`.
+        """
+        if self._is_closed:
+            raise EOFError("the reward is closed")
         self.kill()
         ours, theirs = socket.socketpair()
         with theirs:
@@ -162,15 +169,13 @@ class _Child:
             command, environment = self._sandbox.around(
                 command, Path(self._setup.folder), child_environment()
             )
-            self._process = subprocess.Popen(
+            process = self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                 pass_fds=[theirs.fileno()], start_new_session=True, env=environment,
             )  # fmt: skip
         self._socket = ours
-        assert self._process.stdout is not None
-        threading.Thread(
-            target=_keep_output, args=(self._process.stdout, self._log_file), daemon=True
-        ).start()
+        assert process.stdout is not None
+        threading.Thread(target=_keep_output, args=(process.stdout, self._log_file), daemon=True).start()
         self.takes_groups = self._load(ours)
 
     def _load(self, connection: socket.socket) -> bool:
@@ -194,17 +199,30 @@ class _Child:
         return answer.takes_groups
 
     def _exchange(self, calls: bytes) -> list[Answer]:
-        assert self._socket is not None
-        self._socket.settimeout(self._timeout_s + GRACE_S * self.takes_groups)
-        send(self._socket, calls)
-        return _answers.decode(receive(self._socket))
+        connection = self._socket
+        if connection is None:
+            raise EOFError("the reward is closed")
+        connection.settimeout(self._timeout_s + GRACE_S * self.takes_groups)
+        send(connection, calls)
+        return _answers.decode(receive(connection))
 
     def _restart_after(self, failure: RewardFailure) -> str:
         how = self.kill()
-        event(
-            log, "reward.child_replaced", level=logging.WARNING, reward=self._name, cause=failure, ending=how
-        )
+        if not self._is_closed:
+            event(
+                log,
+                "reward.child_replaced",
+                level=logging.WARNING,
+                reward=self._name,
+                cause=failure,
+                ending=how,
+            )
         return how
+
+    def close(self) -> None:
+        """End the process for good: a call that it is answering fails, and no other process is started."""
+        self._is_closed = True
+        self.kill()
 
     def kill(self) -> str:
         """End the process and everything in its session; return how it had ended by itself, "" if it had
