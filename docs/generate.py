@@ -268,7 +268,7 @@ Keep `secrets` to yourself; prompts and responses are in several other files
 ([security](security.md) says who can read what). With an `output` in the job, checkpoints, model and
 report are there, too, and never the secrets.
 
-A file that was found damaged is kept as `NAME.damaged`; it may be deleted."""
+A file that was found damaged is kept under its name with `.damaged` after it; it may be deleted."""
 
 
 def run_files() -> list[tuple[str, str, str]]:

@@ -210,13 +210,9 @@ class _Child:
         how = self.kill()
         if not self._is_closed:
             event(
-                log,
-                "reward.child_replaced",
-                level=logging.WARNING,
-                reward=self._name,
-                cause=failure,
-                ending=how,
-            )
+                log, "reward.child_replaced", level=logging.WARNING,
+                reward=self._name, cause=failure, ending=how,
+            )  # fmt: skip
         return how
 
     def close(self) -> None:
