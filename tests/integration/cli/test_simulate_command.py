@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -330,8 +331,13 @@ def test_every_template_pays_in_the_simulator_or_says_first_what_it_is_for(name:
     has_own_market = name in ("laptop", "quickstart")
     market = ["--window", "0:0.1"] if has_own_market else ["--trace", "generated-p3", "--window", "0:2"]
     done = rlboost("simulate", str(job), *market, *policies, "--json")
-    ratio = json.loads(done.stdout)["ratio"]["tokens_per_usd"]
+    ratios = json.loads(done.stdout)["ratio"]
+    ratio = ratios["tokens_per_usd"]
     first = rlboost_templates.summary(name)
     says = first.startswith("For ") and ("notional" in first or "tokens per dollar than on demand" in first)
     assert says != (ratio > 1.2), f"{ratio:.2f}: {first}"
     assert ratio > 1.0
+    for percent in re.findall(r"(\d+) % more tokens per dollar", first):
+        assert 1 + int(percent) / 100 == pytest.approx(ratio, abs=0.02)
+    for times in re.findall(r"([\d.]+) times as fast", first):
+        assert float(times) == pytest.approx(ratios["throughput"], abs=0.05)
