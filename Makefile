@@ -117,7 +117,7 @@ bubblewrap:
 
 .PHONY: test
 test: $(DEV) sshd bubblewrap ## unit, property and integration tests
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not e2e and not vllm and not cloud" tests
+	$(BIN)/python -m pytest -q -n 3 --dist worksteal -m "not e2e and not vllm and not cloud" tests
 
 .PHONY: test-vllm
 test-vllm: $(DEV) $(VLLM) ## the engine tests on a real vLLM; none may be skipped

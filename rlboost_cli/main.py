@@ -109,6 +109,7 @@ _MODULES: dict[str, dict[str, str]] = {
     },
     "account": {
         "acceptance": "Try a cloud account with real machines, within a budget, and write a report",
+        "budget": "Have a cloud send mail when your machines cost too much in a month",
     },
     "image": {
         "image": "Make, list or delete machine images with torch, vLLM and RLBoost installed",

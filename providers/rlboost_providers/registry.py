@@ -9,6 +9,7 @@ import contextlib
 from operator import itemgetter
 
 from rlboost_providers.base.accelerators import bandwidth
+from rlboost_providers.base.alerts import BudgetAlerts
 from rlboost_providers.base.images import ImageStore
 from rlboost_providers.base.provider import Ability, CanSweep, Provider
 from rlboost_providers.base.tags import owner_of
@@ -246,6 +247,26 @@ def image_store(infra: str) -> ImageStore:
 
         return GcpImages()
     raise ConfigError(f"images are not kept in {infra}", "write aws/REGION or gcp")
+
+
+def budget_alerts(cloud: str, email: str | None, billing_account: str | None) -> BudgetAlerts:
+    """Return the budgets of an account at a cloud. Raises `ConfigError`."""
+    if cloud == "aws":
+        if not email:
+            raise ConfigError("AWS needs an address to send mail to", "add --email ADDRESS")
+        from rlboost_providers.aws.alerts import AwsAlerts
+
+        return AwsAlerts(email)
+    if cloud == "gcp":
+        if not billing_account:
+            raise ConfigError(
+                "Google's budgets belong to a billing account",
+                "add --billing-account ID (`gcloud billing accounts list` shows it)",
+            )
+        from rlboost_providers.gcp.alerts import GcpAlerts
+
+        return GcpAlerts(billing_account)
+    raise ConfigError(f"{cloud} has no budget alerts that RLBoost can set", "name aws or gcp")
 
 
 def require_ends(name: str, provider: Provider, *, allowed: bool) -> None:

@@ -1,4 +1,4 @@
-"""Commands about a cloud account: `acceptance`."""
+"""Commands about a cloud account: `acceptance`, `budget`."""
 
 from __future__ import annotations
 
@@ -79,3 +79,47 @@ def acceptance(
     failed = report.count(Result.FAILED)
     output.progress(f"\n{failed} failed; report in {stem}.md and {stem}.json, without secrets and addresses")
     raise typer.Exit(next((step.exit_code or 1 for step in report.steps if step.result is Result.FAILED), 0))
+
+
+def budget(
+    cloud: Annotated[str, typer.Argument(help="aws or gcp", metavar="CLOUD")],
+    max_usd: Annotated[
+        float | None, typer.Option("--max-usd", min=1.0, help="Dollars per month of all your machines")
+    ] = None,
+    email: Annotated[
+        str | None, typer.Option("--email", help="AWS: where mail is sent", metavar="ADDRESS")
+    ] = None,
+    billing_account: Annotated[
+        str | None, typer.Option("--billing-account", help="Google: ID of the billing account", metavar="ID")
+    ] = None,
+    delete: Annotated[bool, typer.Option("--delete", help="Delete the alert")] = False,
+) -> None:
+    """Have a cloud send mail when your machines cost too much in a month
+
+    Example: rlboost budget aws --max-usd 500 --email me@example.org
+    """
+    from rlboost_cli.terminal import output
+    from rlboost_providers.base.tags import owner_of
+    from rlboost_providers.registry import budget_alerts
+    from rlboost_runtime.errors import ConfigError
+    from rlboost_runtime.run.folder import home
+
+    if (max_usd is None) != delete:
+        raise ConfigError(
+            "say what the budget is, or that it goes", "give --max-usd or --delete, one of them"
+        )
+    with output.working() as say:
+        say(f"asking {cloud}")
+        alerts = budget_alerts(cloud, email or ("-" if delete else None), billing_account)
+        owner = owner_of(home())
+        if max_usd is None:
+            was_there = alerts.delete(owner)
+        else:
+            made = alerts.set(owner, max_usd)
+    if max_usd is None:
+        output.show("deleted the budget alert" if was_there else "there was no budget alert")
+        return
+    output.show(f"budget {made.name}: ${made.usd_per_month:,.2f} per month, for {made.counts}")
+    output.show("mail is sent at 50, 80 and 100 %, and when 100 % is forecast; it stops no machine")
+    for note in made.notes:
+        output.progress(f"note: {note}")

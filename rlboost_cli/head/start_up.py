@@ -21,6 +21,7 @@ from rlboost_providers.base.provider import Provider
 from rlboost_providers.base.tags import head_of
 from rlboost_providers.base.traits import cloud_traits
 from rlboost_runtime.coordinator.fleet.provider_calls import keep_console
+from rlboost_runtime.deploy.shipment import template
 from rlboost_runtime.job import Job
 from rlboost_runtime.run.folder import RunFolder, write_atomically
 
@@ -56,6 +57,7 @@ def head_script(run: RunFolder, job: Job) -> str:
     values = {
         "@ACCOUNT@": ACCOUNT,
         "@WATCH@": _packed(resources.files("rlboost_runtime.remote").joinpath("watch.py").read_bytes()),
+        "@LOCAL_NVME@": template("local_nvme.sh").rstrip(),
         "@SETTINGS@": json.dumps(watch_settings(job)),
         "@OWNER_KEY@": own_key(run).public,
         "@HOST_KEY@": host.private.rstrip("\n"),

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
+import os
 import re
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +82,85 @@ def test_a_run_on_vllm_goes_on_through_kills(cli: Cli) -> None:
     assert max(abs(step["mismatch_kl"]) for step in steps) < 1e-6
     assert max(step["mismatch_abs_max"] for step in steps) < 1e-3
     cli.assert_gone("on-vllm")
+
+
+HEAD, OUTSIDER = "10.232.79.1", "10.232.79.2"
+SCAN = """
+import asyncio, json, sys
+
+async def is_open(port, turns):
+    async with turns:
+        try:
+            _, writer = await asyncio.wait_for(asyncio.open_connection(sys.argv[1], port), 10)
+        except (OSError, TimeoutError):
+            return False
+        writer.close()
+        return True
+
+async def main():
+    turns = asyncio.Semaphore(400)
+    found = await asyncio.gather(*(is_open(port, turns) for port in range(1, 65536)))
+    print(json.dumps([port for port, is_there in enumerate(found, 1) if is_there]))
+
+asyncio.run(main())
+"""
+
+
+@pytest.fixture
+def scan() -> Iterator[Callable[[], set[int]]]:
+    """Returns the TCP ports of this machine that another network namespace, one wire away, can connect to."""
+    name = f"rlbscan{os.getpid()}"
+    here, there = f"h{name[-12:]}", f"n{name[-12:]}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
+    if made.returncode:
+        told = f"a network namespace cannot be made here ({made.stderr.strip()}): run as root"
+        pytest.fail(told) if os.environ.get("CI") else pytest.skip(told)
+    try:
+        for words in (
+            f"link add {here} type veth peer name {there} netns {name}",
+            f"addr add {HEAD}/30 dev {here}",
+            f"link set {here} up",
+            f"-n {name} addr add {OUTSIDER}/30 dev {there}",
+            f"-n {name} link set {there} up",
+        ):
+            subprocess.run(["ip", *words.split()], check=True, capture_output=True)
+        command = ["ip", "netns", "exec", name, sys.executable, "-c", SCAN, HEAD]
+        yield lambda: set(json.loads(subprocess.run(command, check=True, capture_output=True).stdout))
+    finally:
+        subprocess.run(["ip", "netns", "delete", name], check=True)  # takes the wire with it
+
+
+def test_a_head_with_two_ranks_and_vllm_has_two_ports_open(cli: Cli, scan: Callable[[], set[int]]) -> None:
+    """The ranks' store and gloo, vLLM's server, its store and its workers are on loopback."""
+    before = scan()
+    job = cli.job(
+        "closed",
+        algorithm={"steps": 40, "max_response_tokens": 32},
+        trainer={"ranks": 2, "address": HEAD},
+        rollout={"engine": "vllm", "spot": {"max_instances": 0}, "engine_args": {"max_running": 8}},
+    )
+    cli("launch", job, "--detach", "--yes")
+    cli.wait("closed", lambda status: status["step"] >= 1, timeout_s=240 * SLOWNESS)
+    run = cli.run_folder("closed")
+    wanted = {
+        int(json.loads(path.read_bytes())["public_url"].rsplit(":", 1)[1])
+        for path in (run.endpoint, run.weights_endpoint)
+    }
+    assert len(wanted) == 2
+    assert scan() - before == wanted
+    processes = {child for p in cli.processes("closed") for child in (p, *p.children(recursive=True))}
+    listening = {
+        (name, each.laddr.ip, each.laddr.port)
+        for process in processes
+        for name in [process.name()]
+        for each in process.net_connections("inet")
+        if each.status == psutil.CONN_LISTEN
+    }
+    closed = {found for found in listening if ipaddress.ip_address(found[1]).is_loopback}
+    assert len(closed) >= 4, "the store of the ranks, gloo on each, vLLM's server"
+    assert {port for _, _, port in listening - closed} == wanted, "with IPv6"
+    cli("down", "closed", "--yes")
+    cli.assert_gone("closed")
 
 
 @pytest.mark.soak

@@ -353,6 +353,11 @@ def _open(ec2: Any, group: str, inbound: Sequence[tuple[int, str]]) -> None:
 
 def ec2_client(region: str) -> Any:
     """Return boto3's EC2 client. Raises `ConfigError` where boto3 is not installed."""
+    return client("ec2", region)
+
+
+def client(service: str, region: str) -> Any:
+    """Return boto3's client of a service. Raises `ConfigError` where boto3 is not installed."""
     try:
         import boto3
         from botocore.config import Config
@@ -362,7 +367,7 @@ def ec2_client(region: str) -> Any:
         ) from missing
     retries: Any = {"mode": "standard", "max_attempts": 4}  # boto3's types are not installed everywhere
     config = Config(retries=retries, connect_timeout=5, read_timeout=25, user_agent_extra="rlboost")
-    return boto3.session.Session().client("ec2", region_name=region, config=config)
+    return boto3.session.Session().client(service, region_name=region, config=config)
 
 
 def root_device(ec2: Any, image: str) -> str:

@@ -25,7 +25,11 @@ _DONE_LINE = "END_OF_INSTALL"
 
 def installation() -> str:
     """Return the shell text that brings the head's own runtime onto a machine whose image lacks it."""
-    return resources.files("rlboost_templates").joinpath("startup/install.sh").read_text(encoding="utf-8")
+    return _template("startup/install.sh")
+
+
+def _template(path: str) -> str:
+    return resources.files("rlboost_templates").joinpath(path).read_text(encoding="utf-8")
 
 
 def software(image: str | None, default: str) -> tuple[str, str]:
@@ -54,8 +58,9 @@ def startup_script(bootstrap: Mapping[str, object], *, install: str = "", longes
     if _DONE_LINE in install.splitlines():
         raise ConfigError(f"the installation has a line {_DONE_LINE}", "write it otherwise")
     packed = gzip.compress(msgspec.json.encode(bootstrap), mtime=0)
-    text = resources.files("rlboost_templates").joinpath("startup/worker.sh").read_text(encoding="utf-8")
+    text = _template("startup/worker.sh")
     for name, value in {
+        "@LOCAL_NVME@": _template("deploy/local_nvme.sh").rstrip(),
         "@INSTALL@": install,
         "@BOOT_S@": str(BOOT_S),
         "@INSTANCES@": " ".join(shlex.quote(str(instance)) for instance in instances),

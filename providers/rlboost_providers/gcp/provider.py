@@ -407,6 +407,12 @@ class GcpProvider:
 
 def default_clients() -> GcpClients:
     """Return clients with the user's credentials. Raises `ConfigError`, `CredentialsRejected`."""
+    credentials, project = default_credentials()
+    return make_clients(project, credentials)
+
+
+def default_credentials() -> tuple[Any, str]:
+    """Return the user's credentials and project. Raises `ConfigError`, `CredentialsRejected`."""
     try:
         import google.auth
         from google.cloud import compute_v1  # noqa: F401 takes seconds: an absence is said before
@@ -419,7 +425,7 @@ def default_clients() -> GcpClients:
         credentials, project = google.auth.default()
     if not project:
         raise ConfigError("no Google Cloud project is set", "type: export GOOGLE_CLOUD_PROJECT=MY-PROJECT")
-    return make_clients(project, credentials)
+    return credentials, str(project)
 
 
 def make_clients(project: str, credentials: Any, endpoint: str | None = None) -> GcpClients:

@@ -8,6 +8,7 @@
     install.sh                       puts all that into place; phases timed in install.json
     wheels.py                        fetches packages from the head, for install.sh
     agents.sh                        runs the machine's agents, then gives the machine up
+    local_nvme.sh                    mounts the machine's local NVMe, where it has one
     bootstrap.json                   mode 600: what the agents need to dial in
 
 The folder's mode is 700; nothing in it is a credential of the user's.
@@ -112,7 +113,8 @@ def worker_shipment(folder: Path, common: Path, bootstrap: Mapping[str, object])
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     for path in common.iterdir():
         shutil.copyfile(path, folder / path.name)
-    (folder / "agents.sh").write_text(template("agents.sh"), encoding="utf-8")
+    for name in ("agents.sh", "local_nvme.sh"):
+        (folder / name).write_text(template(name), encoding="utf-8")
     write_atomically(folder / "bootstrap.json", msgspec.json.encode(bootstrap))
     return folder
 

@@ -39,9 +39,9 @@ class Weights(Model):
     """Parallel range requests per pull."""
     keep_in: str = Field(default="auto", pattern=r"^(auto|disk|/.+)$")
     """Where the head and the machines keep versions. auto: in main memory (/dev/shm) where there is room for
-    them beside what the plan counts, else on the disk; disk: on the disk; or the path of a folder on a fast
-    disk, such as local NVMe, used where it is there and has room. After a reboot the head makes them again
-    from the checkpoint."""
+    them beside what the plan counts, else on the local NVMe of a bought machine, else on the disk; disk: on
+    the disk; or the path of a folder on a fast disk, used where it is there and has room. After a reboot the
+    head makes them again from the checkpoint."""
     chunk_bytes: int = Field(default=4 * 1024 * 1024, ge=65536, le=256 * 1024 * 1024)
     """Bytes per chunk, the unit of requests and checksums."""
 

@@ -28,6 +28,8 @@ from rlboost_runtime.run.folder import RunFolder
 
 MEMORY = Path("/dev/shm")  # noqa: S108
 """Linux mounts a tmpfs there, of half of the memory where nobody says otherwise; Docker one of 64 MB."""
+NVME = Path("/mnt/rlboost-nvme")
+"""The local NVMe of a machine that we bought, where it has one (`deploy/local_nvme.sh`)."""
 _HELD = ".held"
 _UNFINISHED = (".building-*", ".scratch-*", "*.part")
 """What a move does not take along."""
@@ -60,6 +62,7 @@ def available_memory() -> int:
 
 def is_memory(path: Path) -> bool:
     """Return True if `path` lies on a tmpfs."""
+    path = path.resolve()
     mounts = [each for each in psutil.disk_partitions(all=True) if path.is_relative_to(each.mountpoint)]
     return bool(mounts) and max(mounts, key=lambda each: len(each.mountpoint)).fstype in ("tmpfs", "ramfs")
 
@@ -140,7 +143,7 @@ def free_run(run: RunFolder) -> None:
 
 def roots(keep_in: str) -> tuple[Path, ...]:
     """Return the roots that a job's `weights.keep_in` may have used."""
-    return (MEMORY, Path(keep_in)) if keep_in.startswith("/") else (MEMORY,)
+    return (MEMORY, NVME, Path(keep_in)) if keep_in.startswith("/") else (MEMORY, NVME)
 
 
 def free_below(parent: Path) -> None:
@@ -156,7 +159,7 @@ def free_held() -> None:
         _delete_last(target)
 
 
-def sweep(roots: Iterable[Path] = (MEMORY,)) -> int:
+def sweep(roots: Iterable[Path] = (MEMORY, NVME)) -> int:
     """Delete what of ours no process holds; return its bytes."""
     freed = 0
     for root in roots:

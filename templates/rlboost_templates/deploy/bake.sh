@@ -31,6 +31,7 @@ if [ -d /run/systemd/system ] && [ -e /etc/systemd/system/rlboost-head.service ]
   systemctl disable --now rlboost-head.service 2> /dev/null
   rm -f /etc/systemd/system/rlboost-head.service
 fi
+[ ! -L /mnt/rlboost-nvme ] || rm /mnt/rlboost-nvme
 rm -rf /opt/rlboost-head /etc/sudoers.d/90-rlboost /home/rlboost/.ssh /home/rlboost/.rlboost /root/.ssh /root/.cache \
   /home/*/.cache /home/*/.bash_history /root/.bash_history /var/lib/cloud/instance*/user-data.txt*
 if [ ! -e /.dockerenv ]; then rm -f /etc/ssh/ssh_host_*; fi

@@ -37,6 +37,11 @@ else
   setsid bash "$root/watch.sh" >> "$root/watch.log" 2>&1 < /dev/null &
 fi
 
+cat > "$root/local_nvme.sh" <<'END'
+@LOCAL_NVME@
+END
+bash "$root/local_nvme.sh" < /dev/null > "$root/local_nvme.log" 2>&1 &
+
 id "$account" > /dev/null 2>&1 || useradd --create-home --shell /bin/bash --password '*' "$account"
 echo "$account ALL=(ALL) NOPASSWD:ALL" > "/etc/sudoers.d/90-$account"
 chmod 440 "/etc/sudoers.d/90-$account"

@@ -11,6 +11,10 @@ cd "$root" || exit 1
 base64 -d <<'END' | gunzip > bootstrap.json
 @BOOTSTRAP@
 END
+cat > local_nvme.sh <<'END'
+@LOCAL_NVME@
+END
+bash local_nvme.sh < /dev/null > local_nvme.log 2>&1 &
 cat > install.sh <<'END_OF_INSTALL'
 @INSTALL@
 END_OF_INSTALL

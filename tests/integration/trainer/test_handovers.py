@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.integration.trainer.test_ranks import run_two_ranks
 
@@ -20,10 +23,10 @@ WITHIN = {"bfloat16": 0.02}
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def found(made_once: Callable[..., Path]) -> dict[str, Any]:
     """What two processes found. Each asserted after every `free` that nothing was left on the device, and
     that nothing was there before the first `take`, also on resume."""
-    return run_two_ranks(SCRIPT, tmp_path_factory.mktemp("handovers") / "found.pt")
+    return torch.load(made_once("handovers", partial(run_two_ranks, SCRIPT)), weights_only=False)
 
 
 def apart(one: np.ndarray, other: np.ndarray) -> float:

@@ -7,6 +7,8 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -40,8 +42,8 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def run_two_ranks(script: Path, path: Path) -> dict[str, Any]:
-    """Run `script PATH` as two ranks; return what it wrote there."""
+def run_two_ranks(script: Path, path: Path) -> None:
+    """Run `script PATH` as two ranks, which write what they found there."""
     common = {
         **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1",
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2",
@@ -59,13 +61,12 @@ def run_two_ranks(script: Path, path: Path) -> dict[str, Any]:
             process.kill()
             process.wait()
     assert codes == [0, 0], "\n".join(log.read_text() for log in logs)
-    return torch.load(path, weights_only=False)
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def two_ranks(made_once: Callable[..., Path]) -> dict[str, Any]:
     """What two processes found, for all cases."""
-    return run_two_ranks(SCRIPT, tmp_path_factory.mktemp("ranks") / "found.pt")
+    return torch.load(made_once("ranks", partial(run_two_ranks, SCRIPT)), weights_only=False)
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor, relative: float = 1e-5) -> bool:

@@ -64,6 +64,7 @@ def test_a_shipment_is_private_and_its_bootstrap_more_so(tmp_path):
         *(path.name for path in common.iterdir()),
         "agents.sh",
         "bootstrap.json",
+        "local_nvme.sh",
     }
     assert [p for p in folder.iterdir() if b"secret" in p.read_bytes()] == [folder / "bootstrap.json"]
 
@@ -76,7 +77,7 @@ def test_machines_that_are_launched_at_once_share_one_complete_part(tmp_path):
     assert list(tmp_path.iterdir()) == [tmp_path / "common"], "no drafts are left"
 
 
-@pytest.mark.parametrize("name", ["install.sh", "agents.sh"])
+@pytest.mark.parametrize("name", ["install.sh", "agents.sh", "local_nvme.sh"])
 def test_the_scripts_are_bash(name, tmp_path):
     script = tmp_path / name
     script.write_text(template(name))

@@ -60,6 +60,17 @@ def test_versions_lie_beside_the_disk_and_their_manifests_on_it(store: WeightSto
     assert in_memory.root_of(store.folder) == root
 
 
+def test_what_memory_has_no_room_for_lies_on_local_nvme(
+    store: WeightStore, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(in_memory, "MEMORY", tmp_path / "no memory")
+    monkeypatch.setattr(in_memory, "NVME", root)
+    placed(store, placing.AUTO)
+    store.publish(1, writer(BODY), PROBE)
+    assert in_memory.root_of(store.folder) == root
+    assert in_memory.sweep(in_memory.roots(placing.AUTO)) == 0, "held"
+
+
 def test_after_a_reboot_the_same_weights_get_their_number_again_and_others_never(
     store: WeightStore, root: Path
 ) -> None:

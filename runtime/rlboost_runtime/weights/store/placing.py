@@ -1,4 +1,4 @@
-"""Where a folder of versions lies: in main memory where it has room, else on the disk.
+"""Where a folder of versions lies: in main memory where it has room, else on local NVMe, else on the disk.
 
 A version is durable through the checkpoint that it can be made from, not through a file of its own. In main
 memory a publication waits for no disk, and takes nothing from the disk on which tokens are journalled.
@@ -45,7 +45,8 @@ class VersionPlacing:
         """`num_versions`: there at once, at most. `others`: bytes of main memory that this machine will still
         need for other things. `retire` deletes the versions on the disk, for which there is no use then."""
         self._folder = folder
-        self._root = None if keep_in == DISK else in_memory.MEMORY if keep_in == AUTO else Path(keep_in)
+        roots = {DISK: (), AUTO: (in_memory.MEMORY, in_memory.NVME)}
+        self._roots: tuple[Path, ...] = roots.get(keep_in, (Path(keep_in),))
         self._num_versions = num_versions
         self._others = others
         self._retire = retire
@@ -70,7 +71,7 @@ class VersionPlacing:
         nowhere else."""
         in_memory.drop_dead_link(self._folder)
         root = in_memory.root_of(other)
-        if root is None or self._root is None:
+        if root is None or not self._roots:
             return False
         if in_memory.root_of(self._folder) is None:
             try:
@@ -80,20 +81,29 @@ class VersionPlacing:
         return True
 
     def _choose(self, version_bytes: int) -> None:
-        if self._root is None:
+        if not self._roots:
             return
         needs = round(SPARE * self._num_versions * version_bytes)
-        problem = self._why_not(self._root, needs)
+        kept_in, problems = "disk", []
+        for root in self._roots:
+            problem = self._try(root, needs)
+            if problem is None:
+                kept_in = str(root)
+                break
+            problems.append(problem)
+        level = logging.WARNING if kept_in == "disk" else logging.INFO
+        why = "; ".join(problems) or "it fits"
+        event(log, "weights.placed", level=level, kept_in=kept_in, needs_gb=_gb(needs), why=why)
+
+    def _try(self, root: Path, needs: int) -> str | None:
+        """Lie below `root`; return why that is not possible."""
+        problem = self._why_not(root, needs)
         if problem is None:
             try:
-                self._enter(self._root)
+                self._enter(root)
             except OSError as error:
-                problem = f"{self._root} cannot be used: {error}"
-        kept_in = str(self._root) if problem is None else "disk"
-        level = logging.INFO if problem is None else logging.WARNING
-        event(
-            log, "weights.placed", level=level, kept_in=kept_in, needs_gb=_gb(needs), why=problem or "it fits"
-        )
+                problem = f"{root} cannot be used: {error}"
+        return problem
 
     def _enter(self, root: Path) -> None:
         if self._folder.is_dir():
@@ -113,11 +123,11 @@ class VersionPlacing:
     def _look_again(self, root: Path, version_bytes: int) -> None:
         in_memory.hold(self._folder)
         room = in_memory.room_in(root)
-        if self._root is not None and version_bytes <= room:
+        if self._roots and version_bytes <= room:
             return
         why = (
             "weights.keep_in says so"
-            if self._root is None
+            if not self._roots
             else f"the next version needs {_gb(version_bytes)} GB, and {root} has {_gb(room)} GB left"
         )
         event(log, "weights.moved_to_disk", level=logging.WARNING, folder=str(self._folder), why=why)
