@@ -62,6 +62,8 @@ COMMANDS = (
     ("gc", "--dry-run", "--cloud", "aws"),
     ("gc", "--dry-run", "--cloud", "gcp"),
     ("acceptance", "aws/us-east-1"),
+    ("budget", "aws", "--max-usd", "5", "--email", "me@example.org"),
+    ("budget", "gcp", "--max-usd", "5", "--billing-account", "A-1"),
     ("prices",),
     ("prices", "--live"),
     ("simulate", "--preset", "paper-8b", "--window", "0:0.2", "--policy", "on_demand"),
