@@ -101,6 +101,10 @@ quickstart: $(TRAIN) ## install and run examples/quickstart.yaml: learning goes 
 
 # --- check ------------------------------------------------------------------------------------------------
 
+.PHONY: bytecode
+bytecode: $(DEV) # tests start thousands of processes, which would compile us each time where nothing may write
+	@$(BIN)/python -m compileall -q -j 0 rlboost_cli runtime providers templates benchmarks
+
 .PHONY: sshd
 sshd:
 	@command -v sshd > /dev/null || test -x /usr/sbin/sshd || { \
@@ -116,11 +120,11 @@ bubblewrap:
 			bubblewrap > /dev/null; }
 
 .PHONY: test
-test: $(DEV) sshd bubblewrap ## unit, property and integration tests
+test: $(DEV) bytecode sshd bubblewrap ## unit, property and integration tests
 	$(BIN)/python -m pytest -q -n 3 --dist worksteal -m "not e2e and not vllm and not cloud" tests
 
 .PHONY: test-vllm
-test-vllm: $(DEV) $(VLLM) ## the engine tests on a real vLLM; none may be skipped
+test-vllm: $(DEV) bytecode $(VLLM) ## the engine tests on a real vLLM; none may be skipped
 	RLBOOST_REQUIRE_VLLM=1 RLBOOST_VLLM_PYTHON=$(abspath $(VLLM_VENV)/bin/python) \
 		$(BIN)/python -m pytest -q -m "vllm and not soak" tests/vllm
 
@@ -147,7 +151,7 @@ e2e-face: $(DEV) chromium $(AXE) ## the pages in a real browser: figures, kills,
 	$(BIN)/python -m pytest -q tests/e2e/test_dashboard.py tests/e2e/test_python_page.py tests/e2e/test_site.py
 
 .PHONY: e2e-local
-e2e-local: $(DEV) sshd bubblewrap chromium $(AXE) ## the CLI from launch to down, with real kills
+e2e-local: $(DEV) bytecode sshd bubblewrap chromium $(AXE) ## the CLI from launch to down, with real kills
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "e2e and not soak" tests
 
 .PHONY: cloudlab
@@ -164,7 +168,7 @@ cloudlab: $(DEV) ## tools, machine image and SkyPilot for e2e (root, Linux; once
 	@PYTHONPATH=tests/cloud $(BIN)/python -W ignore -m cloudlab.prepare
 
 .PHONY: e2e
-e2e: cloudlab ## whole runs through the real SkyPilot on a cloud of network namespaces (root, Linux); none may be skipped
+e2e: bytecode cloudlab ## whole runs through the real SkyPilot on a cloud of network namespaces (root, Linux); none may be skipped
 	$(BIN)/python -m pytest -q -rP --durations=0 -m "cloud and not soak" tests/cloud
 
 .PHONY: e2e-acceptance

@@ -45,8 +45,9 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         monkeypatch.setenv(name, value)
     import urllib.request
 
-    with urllib.request.urlopen(urllib.request.Request(f"{endpoint}/weights-of-a-test", method="PUT")):
-        pass
+    for method, path in (("POST", "moto-api/reset"), ("PUT", "weights-of-a-test")):  # a process has one moto
+        with urllib.request.urlopen(urllib.request.Request(f"{endpoint}/{path}", method=method)):
+            pass
     yield endpoint
     server.stop()
 
