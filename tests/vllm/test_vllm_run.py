@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import json
 import os
@@ -43,6 +44,24 @@ def processes_of_machine(cli: Cli, machine: str) -> list[psutil.Process]:
     return list(found)
 
 
+def listening_of(run: str, cli: Cli) -> set[tuple[str, str, int]]:
+    """Program, address and port of every listening socket of a run's processes and their descendants."""
+    processes = {child for p in cli.processes(run) for child in (p, *p.children(recursive=True))}
+    found = set()
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            name = process.name()
+            for each in process.net_connections("inet"):
+                if each.status == psutil.CONN_LISTEN:
+                    found.add((name, each.laddr.ip, each.laddr.port))
+    return found
+
+
+def is_closed(found: tuple[str, str, int]) -> bool:
+    """Whether only this machine reaches it."""
+    return ipaddress.ip_address(found[1]).is_loopback
+
+
 @pytest.fixture
 def cli(tmp_path: Path) -> Iterator[Cli]:
     with cli_of_its_own(tmp_path) as tool:
@@ -64,6 +83,7 @@ def test_a_run_on_vllm_goes_on_through_kills(cli: Cli) -> None:
         assert row["start_s"].keys() >= PHASES
         assert 0 < row["pause_s"] <= row["load_s"] <= row["apply_s"]
         family = processes_of_machine(cli, row["machine"])
+        assert all(is_closed(each) for each in listening_of("on-vllm", cli))
         cli("preempt", "on-vllm", row["id"])
         gone.add(row["id"])
         _, alive = psutil.wait_procs(family, timeout=20)
@@ -130,6 +150,7 @@ def scan() -> Iterator[Callable[[], set[int]]]:
         subprocess.run(["ip", "netns", "delete", name], check=True)  # takes the wire with it
 
 
+@pytest.mark.soak
 def test_a_head_with_two_ranks_and_vllm_has_two_ports_open(cli: Cli, scan: Callable[[], set[int]]) -> None:
     """The ranks' store and gloo, vLLM's server, its store and its workers are on loopback."""
     before = scan()
@@ -148,15 +169,8 @@ def test_a_head_with_two_ranks_and_vllm_has_two_ports_open(cli: Cli, scan: Calla
     }
     assert len(wanted) == 2
     assert scan() - before == wanted
-    processes = {child for p in cli.processes("closed") for child in (p, *p.children(recursive=True))}
-    listening = {
-        (name, each.laddr.ip, each.laddr.port)
-        for process in processes
-        for name in [process.name()]
-        for each in process.net_connections("inet")
-        if each.status == psutil.CONN_LISTEN
-    }
-    closed = {found for found in listening if ipaddress.ip_address(found[1]).is_loopback}
+    listening = listening_of("closed", cli)
+    closed = {found for found in listening if is_closed(found)}
     assert len(closed) >= 4, "the store of the ranks, gloo on each, vLLM's server"
     assert {port for _, _, port in listening - closed} == wanted, "with IPv6"
     cli("down", "closed", "--yes")
