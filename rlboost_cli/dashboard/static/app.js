@@ -12,6 +12,11 @@
     if (x !== 0 && Math.abs(x) < 1e-3) return Number(x.toPrecision(digits)).toExponential();
     return Number(x.toPrecision(digits)).toLocaleString("en", { maximumFractionDigits: 6 });
   }
+  function tickLabels(ticks) { // with digits enough to tell neighbours apart
+    const known = ticks.filter((t) => isNumber(t) && t !== 0), gap = Math.abs(ticks[1] - ticks[0]);
+    const digits = known.length && gap ? Math.ceil(Math.log10(Math.max(...known.map(Math.abs)) / gap)) + 1 : 3;
+    return ticks.map((t) => number(t, Math.min(Math.max(digits, 3), 12)));
+  }
   const whole = (x) => (isNumber(x) ? Math.round(x).toLocaleString("en") : "-");
   const usd = (x) => (isNumber(x) ? "$" + x.toLocaleString("en", { minimumFractionDigits: 2, maximumFractionDigits: 2 }) : "-");
   const share = (x) => (isNumber(x) ? (100 * x).toFixed(0) + " %" : "-");
@@ -40,7 +45,7 @@
           width: Math.max(200, box.current.clientWidth), height: 190, scales: { x: { time: false }, y: { range: yRange } },
           series: [{ label: "step" }, ...lines.map((line) => ({ label: line.name, stroke: css(line.color), width: 1.5, spanGaps: true,
             points: { show: x.length < 40 }, value: (_, v) => number(v, 4) }))],
-          axes: [axis, { ...axis, size: 72, values: (_, ticks) => ticks.map((t) => number(t)) }],
+          axes: [axis, { ...axis, size: 72, values: (_, ticks) => tickLabels(ticks) }],
         }, [x, ...lines.map((line) => line.values)], box.current);
       };
       make();
