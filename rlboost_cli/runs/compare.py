@@ -174,7 +174,7 @@ def _curves(report: CostReport) -> RunCurves:
     tokens, usd, seconds = 0, report.outside_steps_usd.before, 0.0
     for step in report.steps:
         tokens += step.tokens
-        usd += step.usd
+        usd += step.restart_usd + step.usd
         seconds = max(seconds, step.ended_at - report.steps[0].started_at)
         curves.steps.append(step.step + 1)
         curves.tokens.append(tokens)

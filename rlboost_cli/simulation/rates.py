@@ -15,6 +15,7 @@ from statistics import fmean, median
 
 from rlboost_runtime.billing.ledger import Ledger
 from rlboost_runtime.billing.ledger_file import StepRecord
+from rlboost_runtime.billing.report import was_resumed
 from rlboost_runtime.errors import RLBoostError
 from rlboost_runtime.job import Job
 from rlboost_runtime.run.create import stored_job
@@ -102,9 +103,10 @@ def rates_of(run: RunFolder, job: Job) -> Rates | None:
     `NotFound` or `RuntimeFault` where there is no ledger that can be read."""
     with contextlib.closing(Ledger(run.ledger, read_only=True)) as ledger:
         all_steps = ledger.steps()
+        pauses_ns = ledger.spending().pauses_ns()
         boot_s = _boot_s(ledger)
         launches = [bill.launched_at for bill in ledger.machines(0.0) if bill.launched_at is not None]
-    steps = list(_complete(all_steps))
+    steps = list(_complete(all_steps, pauses_ns))
     if len(steps) >= MIN_STEPS + FIRST_STEPS_LEFT_OUT:
         steps = steps[FIRST_STEPS_LEFT_OUT:]
     if len(steps) < MIN_STEPS:
@@ -153,12 +155,16 @@ class _Step:
     period_s: float
 
 
-def _complete(steps: Sequence[StepRecord]) -> Iterator[_Step]:
+def _complete(steps: Sequence[StepRecord], pauses_ns: Sequence[tuple[int, int]]) -> Iterator[_Step]:
+    """Yield the steps during which the run did not end; those after a resumption count from their start."""
     before: StepRecord | None = None
     for step in steps:
-        is_next = before is not None and before.step + 1 == step.step
-        began_ns = before.ended_ns if before is not None and is_next else step.started_ns
+        began_ns = step.started_ns
+        if before is not None and before.step + 1 == step.step and not was_resumed(before, step, pauses_ns):
+            began_ns = before.ended_ns
         before = step
+        if any(began_ns < end and start < step.ended_ns for start, end in pauses_ns):
+            continue
         if step.metrics.keys() >= _NEEDED and step.tokens > 0:
             yield _Step(step, (step.ended_ns - began_ns) / 1e9)
 

@@ -180,6 +180,8 @@ def _steps(report: CostReport, money: Usd) -> list[str]:
     ]
     if outside.before:
         rows.insert(0, ("before", None, None, money(outside.before), None, None))
+    if outside.restarts:
+        rows.append(("resuming", None, None, money(outside.restarts), None, None))
     if outside.after:
         rows.append(("after", None, None, money(outside.after), None, None))
     headers = ("step", "seconds", "tokens", "cost", "per million", "reward")
@@ -283,7 +285,7 @@ def _rows(report: CostReport) -> Iterator[dict[str, Any]]:
             "reward_mean": step.reward_mean,
             "usd": _usd(step.usd),
         }
-    for when in ("before", "after"):
+    for when in ("before", "restarts", "after"):
         yield {"kind": "outside", "id": when, "usd": _usd(getattr(report.outside_steps_usd, when))}
 
 

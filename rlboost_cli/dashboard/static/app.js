@@ -149,7 +149,7 @@
     let sum = by === "usd" ? data.cost.outside_steps_usd.before : 0;
     return data.metrics.steps.map((step) => {
       const row = rows.get(step);
-      if (row) sum += by === "usd" ? row.usd : by === "tokens" ? row.tokens / 1e6 : row.seconds / 3600;
+      if (row) sum += by === "usd" ? row.restart_usd + row.usd : by === "tokens" ? row.tokens / 1e6 : row.seconds / 3600;
       return sum;
     });
   }

@@ -5,7 +5,7 @@ Pure: everything comes out of the ledger, the budget and the moment given. Guara
 - `total_usd` is the sum of the machines' `cost_usd` plus `other_usd`, and also `useful_usd` plus `wasted_usd`
   plus `other_usd`; so is each machine's `cost_usd` its `useful_usd` plus its `wasted_usd`;
 - `steps[].usd` plus `outside_steps_usd` is `total_usd`: a step pays for everything from the end of the step
-  before it (the first: from its own start) to its own end;
+  before it (the first, and the first of a resumed run: from its own start) to its own end;
 - a dollar figure is the decimal number of its micro-dollars, so sums over rounded figures are exact again.
 
 What counts as waste, and how it is measured, is in `coordinator.observers.waste`.
@@ -50,7 +50,8 @@ class BudgetState(msgspec.Struct):
 
 
 class StepCost(msgspec.Struct):
-    """A trained step, from its request on; it pays for all that was spent since the end of the one before."""
+    """A trained step, from its request on; it pays for all that was spent since the end of the one before,
+    but for a resumption in between."""
 
     step: int
     """From 0 on."""
@@ -62,13 +63,16 @@ class StepCost(msgspec.Struct):
     ended_at: float
     reward_mean: float | None
     usd_per_million_tokens: float | None
+    restart_usd: float = 0.0
+    """What a resumption before it cost: from the end of the step before to its own start."""
 
 
 class OutsideSteps(msgspec.Struct):
-    """What was spent before the first step and after the last."""
+    """What was spent before the first step, on resumptions, and after the last."""
 
     before: float = 0.0
     after: float = 0.0
+    restarts: float = 0.0
 
 
 class MachineCost(msgspec.Struct):
@@ -131,8 +135,8 @@ def cost_report(ledger: Ledger, now_wall: float, run: str, budget: Budget | None
     parts = [bill.parts(wasted.get(bill.machine, {})) for bill in bills]
     steps = ledger.steps()
     total, rate = spending.total_micro_usd(now_wall), spending.rate_micro_usd_per_hour()
-    before, spent = _spent_per_step(spending, steps)
     pauses_ns = spending.pauses_ns()
+    before, restarts, spent = _spent_per_step(spending, steps, pauses_ns)
     tokens = sum(step.tokens for step in steps)
     requests_served, tokens_served = ledger.served()
     rewards = count_failures(step.metrics for step in steps)
@@ -153,8 +157,10 @@ def cost_report(ledger: Ledger, now_wall: float, run: str, budget: Budget | None
         counterfactual=Counterfactual(basis=_SERVED)
         if requests_served and not steps
         else counterfactual(bills, steps, spent),
-        steps=[_step(s, usd, pauses_ns) for s, usd in zip(steps, spent, strict=True)],
-        outside_steps_usd=OutsideSteps(_usd(before), _usd(total - before - sum(spent))),
+        steps=[_step(s, *usd, pauses_ns) for *usd, s in zip(spent, restarts, steps, strict=True)],
+        outside_steps_usd=OutsideSteps(
+            _usd(before), _usd(total - before - sum(restarts) - sum(spent)), _usd(sum(restarts))
+        ),
         machines=[_machine(b, p) for b, p in zip(bills, parts, strict=True)],
         price_sources=sorted({b.price_source for b in bills}),
         rewards=rewards.as_json(),
@@ -162,18 +168,29 @@ def cost_report(ledger: Ledger, now_wall: float, run: str, budget: Budget | None
     )
 
 
-def _spent_per_step(spending: Spending, steps: Sequence[StepRecord]) -> tuple[int, list[int]]:
-    """Return micro-dollars before the first step and per step: differences of a total that never falls.
+def _spent_per_step(
+    spending: Spending, steps: Sequence[StepRecord], pauses_ns: Sequence[tuple[int, int]]
+) -> tuple[int, list[int], list[int]]:
+    """Return micro-dollars before the first step, and per step for a resumption before it and for the step:
+    differences of a total that never falls.
 
     A step that was trained again ended after later ones that were not yet: these pay nothing so far.
     """
     if not steps:
-        return 0, []
+        return 0, [], []
     moments = [to_seconds(steps[0].started_ns)]
-    for step in steps:
+    for before, step in zip([None, *steps], steps, strict=False):
+        is_first = before is not None and was_resumed(before, step, pauses_ns)
+        moments.append(max(moments[-1], to_seconds(step.started_ns)) if is_first else moments[-1])
         moments.append(max(moments[-1], to_seconds(step.ended_ns)))
     totals = spending.totals_micro_usd(moments)
-    return totals[0], [after - before for before, after in itertools.pairwise(totals)]
+    spent = [after - before for before, after in itertools.pairwise(totals)]
+    return totals[0], spent[::2], spent[1::2]
+
+
+def was_resumed(before: StepRecord, step: StepRecord, pauses_ns: Sequence[tuple[int, int]]) -> bool:
+    """Return True if the run had ended and was resumed (`Spending.pauses_ns`) between two steps."""
+    return any(before.ended_ns <= end <= step.started_ns for _, end in pauses_ns)
 
 
 def _budget(budget: Budget, total: int, rate: int) -> BudgetState:
@@ -186,7 +203,9 @@ def _budget(budget: Budget, total: int, rate: int) -> BudgetState:
     )
 
 
-def _step(step: StepRecord, micro_usd: int, pauses_ns: Sequence[tuple[int, int]]) -> StepCost:
+def _step(
+    step: StepRecord, micro_usd: int, restart_micro_usd: int, pauses_ns: Sequence[tuple[int, int]]
+) -> StepCost:
     paused_ns = sum(max(0, min(end, step.ended_ns) - max(start, step.started_ns)) for start, end in pauses_ns)
     return StepCost(
         step=step.step,
@@ -197,6 +216,7 @@ def _step(step: StepRecord, micro_usd: int, pauses_ns: Sequence[tuple[int, int]]
         ended_at=to_seconds(step.ended_ns),
         reward_mean=step.reward_mean,
         usd_per_million_tokens=_usd_per_million(micro_usd, step.tokens),
+        restart_usd=_usd(restart_micro_usd),
     )
 
 

@@ -106,9 +106,7 @@ def test_parts_add_up_to_the_total_to_the_micro_dollar_also_after_json(ledger: L
     assert total == sum(micro(m["cost_usd"]) for m in report["machines"]) + 123_457
     assert total == sum(micro(usd) for usd in report["compute_usd"].values()) + 123_457
     outside = report["outside_steps_usd"]
-    assert total == sum(micro(s["usd"]) for s in report["steps"]) + micro(
-        outside["before"] + outside["after"]
-    )
+    assert total == sum(micro(s["usd"]) for s in report["steps"]) + micro(sum(outside.values()))
     for value in [report["total_usd"], *(m["cost_usd"] for m in report["machines"])]:
         assert micro(value) / 1_000_000 == value
 
@@ -123,7 +121,7 @@ def test_steps_pay_for_their_own_time(ledger: Ledger) -> None:
     assert (report["useful_usd"], report["wasted_usd"]["idle"]) == (41.0, 4.0)
     assert [s["usd"] for s in report["steps"]] == [15.0, 10.0]
     assert [s["seconds"] for s in report["steps"]] == [10.0, 9.0]
-    assert report["outside_steps_usd"] == {"before": 10.0, "after": 10.0}
+    assert report["outside_steps_usd"] == {"before": 10.0, "after": 10.0, "restarts": 0.0}
     assert report["usd_per_million_tokens"] == 45.0 / 2000 * 1e6
 
 
@@ -134,7 +132,19 @@ def test_a_step_trained_again_leaves_no_negative_cost_behind(ledger: Ledger) -> 
     add_step(ledger, 1, 40, 60, 100)  # the trainer went back to step 1; step 2 is not trained again yet
     report = cost_report(ledger, T0 + 100, "r")
     assert [s["usd"] for s in report["steps"]] == [10.0, 50.0, 0.0]
-    assert report["outside_steps_usd"] == {"before": 0.0, "after": 40.0}
+    assert report["outside_steps_usd"] == {"before": 0.0, "after": 40.0, "restarts": 0.0}
+
+
+def test_a_resumption_is_no_part_of_the_step_after_it(ledger: Ledger) -> None:
+    run_machine(ledger, "head", "reserved", HOUR_OF_DOLLAR_SECONDS, 0, 22)
+    add_step(ledger, 0, 10, 20, 1000)
+    run_machine(ledger, "head", "reserved", HOUR_OF_DOLLAR_SECONDS, 100, 150)  # boots for 30 seconds
+    add_step(ledger, 1, 130, 140, 1000)
+    add_step(ledger, 2, 141, 150, 1000)
+    report = cost_report(ledger, T0 + 200, "r")
+    assert [(s["restart_usd"], s["usd"]) for s in report["steps"]] == [(0.0, 10.0), (32.0, 10.0), (0.0, 10.0)]
+    assert report["outside_steps_usd"] == {"before": 10.0, "after": 0.0, "restarts": 32.0}
+    assert report["total_usd"] == 72.0
 
 
 def test_what_is_left_of_the_budget_and_for_how_long(ledger: Ledger) -> None:
