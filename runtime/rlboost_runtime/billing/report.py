@@ -157,7 +157,10 @@ def cost_report(ledger: Ledger, now_wall: float, run: str, budget: Budget | None
         counterfactual=Counterfactual(basis=_SERVED)
         if requests_served and not steps
         else counterfactual(bills, steps, spent),
-        steps=[_step(s, *usd, pauses_ns) for *usd, s in zip(spent, restarts, steps, strict=True)],
+        steps=[
+            _step(step, usd, restart, pauses_ns)
+            for step, usd, restart in zip(steps, spent, restarts, strict=True)
+        ],
         outside_steps_usd=OutsideSteps(
             _usd(before), _usd(total - before - sum(restarts) - sum(spent)), _usd(sum(restarts))
         ),

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from rlboost_runtime.run import security
+from rlboost_runtime.run import in_memory, security
 from rlboost_runtime.run.folder import RunFolder, read_json
 from rlboost_runtime.weights.manifest import Probe, decode_manifest
 from rlboost_runtime.weights.pull.range_client import RECEIVER_HEADER
@@ -165,6 +165,25 @@ def test_what_is_not_there_is_404(run: RunFolder) -> None:
         status, _, body = get(run, port, "/v1/weights/9/manifest.json")
         assert status == 404
         assert "version 9" in json.loads(body)["error"]
+
+
+def test_a_version_that_a_resumed_trainer_has_yet_to_publish_again_is_503(
+    run: RunFolder, tmp_path: Path
+) -> None:
+    """Receivers wait for it; after 404 they would refuse it, and be evicted and bought anew."""
+    (root := tmp_path / "memory").mkdir()
+    in_memory.move_out(run.weights, root)
+    WeightStore(run.weights).publish(3, writer(b"a"), PROBE)
+    in_memory.free(run.weights)  # the run has ended
+    with serving(run) as port:
+        path = "/v1/weights/3/manifest.json"
+        assert get(run, port, path)[0] == 503
+        assert get(run, port, path.replace("3", "4"))[0] == 404, "it never was"
+        in_memory.move_out(run.weights, root)
+        WeightStore(run.weights).publish(3, writer(b"a"), PROBE)
+        assert get(run, port, path)[0] == 200
+        assert get(run, port, path.replace("3", "2"))[0] == 404, "it is gone for good"
+    in_memory.free(run.weights)
 
 
 @pytest.mark.parametrize("path", ["/v1/weights/latest", "/v1/weights/3/manifest.json", "/", "/nowhere"])

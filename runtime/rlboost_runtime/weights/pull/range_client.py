@@ -266,4 +266,6 @@ def _refuse(version: int, status: int, *, expected: int) -> None:
         raise Absent(
             f"the weight server does not have version {version}, or no longer", "pull the newest version"
         )
+    if status == 503:
+        raise Unusable(f"the head does not have version {version} again yet")
     raise Unusable(f"HTTP {status}")

@@ -96,6 +96,10 @@ class StoreCatalog:
                 held.num_users -= 1
                 held.idle_since = time.monotonic()
 
+    def awaits(self, version: int) -> bool:
+        """Return True while a resumed trainer has yet to publish again what the store had in main memory."""
+        return self.store.latest() is None and version <= self.store.last_number()
+
     def tidy(self) -> None:
         """Release versions that were not requested lately."""
         with self._lock:
@@ -127,6 +131,10 @@ class PulledCatalog:
         self._folders = folders
         self._manifests: dict[Path, tuple[int, int, Manifest]] = {}
         # inode and time of the file, and what is in it: receivers ask several times a second
+
+    def awaits(self, version: int) -> bool:
+        """Return False: nothing that was deleted here comes back."""
+        return False
 
     def latest(self) -> int | None:
         """Return the newest complete version."""

@@ -194,7 +194,10 @@ class _Handler(BaseHTTPRequestHandler):
             with catalog.reading(version) as entry:
                 self._answer(entry, name)
         except VersionGone:
-            self._send_json(404, {"error": f"version {version} is not here, or no longer"})
+            if catalog.awaits(version):
+                self._send_json(503, {"error": f"the trainer has not published version {version} again yet"})
+            else:
+                self._send_json(404, {"error": f"version {version} is not here, or no longer"})
         except ProtocolError as exc:
             event(log, "weights.manifest_broken", level=logging.ERROR, version=version, problem=exc.problem)
             self._send_json(500, {"error": exc.problem})
