@@ -225,6 +225,31 @@ def test_the_reserved_machine_boots_until_the_first_step_and_idles_while_its_tra
     assert made.seconds(RESERVED_MACHINE)["boot"] == 5.0
 
 
+def test_the_reserved_machine_of_a_resumed_run_boots_until_its_next_step(metered: Any) -> None:
+    made = metered(reserved_instances=0)
+    made.buy(RESERVED_MACHINE, "reserved")
+    made.run.publish(0)
+    made.run.step(0, 0)
+    made.at(2)
+    made.run.send(StepTrained(2.0, 0, 0.0, 0.0))
+    made.ledger.record_step(0, started_at=T0, ended_at=T0 + 2, tokens=9, reward_mean=0.5, metrics={})
+    made.ledger.ended(RESERVED_MACHINE, T0 + 2)
+    made.at(3)
+    before = made.seconds(RESERVED_MACHINE)
+    made.ledger.launched(RESERVED_MACHINE, T0 + 3)  # rlboost launch --resume
+    made.meter = made.new_meter()
+    made.at(10)
+    made.run.step(1, 1)
+    made.at(12)
+    after = made.seconds(RESERVED_MACHINE)
+    assert after["boot"] - before.get("boot", 0.0) == pytest.approx(7.0, abs=1.0)
+    made.run.send(StepTrained(12.0, 1, 0.0, 0.0))
+    made.ledger.record_step(1, started_at=T0 + 10, ended_at=T0 + 12, tokens=9, reward_mean=0.5, metrics={})
+    made.meter = made.new_meter()  # the coordinator was started again
+    made.at(14)
+    assert made.seconds(RESERVED_MACHINE)["boot"] == after["boot"]
+
+
 def test_claims_beyond_the_time_worked_are_not_paid(metered: Any) -> None:
     made = metered(reserved_instances=0)
     made.buy(RESERVED_MACHINE, "reserved")

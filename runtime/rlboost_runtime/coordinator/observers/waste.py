@@ -6,7 +6,8 @@ goes in between. *Working*: one of its instances holds a response; the reserved 
 trainer holds its GPUs. Of the other seconds,
 
 - `boot` are those until an agent of it had proved its first policy version; on the reserved machine, those
-  until the first step began (making the model, its warm-up, the first publication);
+  until the first step began (making the model, its warm-up, the first publication), and in a run that was
+  resumed until its next step began, which may be one that was open before;
 - `idle` are those later: waiting for weights, for the end of others' work, for work at all, for the
   provider to end it. On the reserved machine also the trainer's wait for responses, as it reports it.
 
@@ -110,6 +111,8 @@ class WasteMeter:
         self._written_at = 0.0
         self._doing: dict[str, Doing] = {}
         self._has_served: set[str] = set()  # machines
+        self._has_stepped = False
+        """The reserved machine has begun a step since it was launched last."""
         self._wasted: dict[tuple[WasteKind, str], float] = defaultdict(float)
         self._claims: dict[tuple[WasteKind, str], float] = defaultdict(float)
         """Work that came to nothing, to be taken from time worked once that is metered."""
@@ -127,6 +130,12 @@ class WasteMeter:
         core = self._core
         if core.step is not None:
             self._step = (core.step.step, core.step.policy_version)
+            pauses_ns = self._ledger.spending().pauses_ns()
+            steps = self._ledger.steps()
+            launched_ns = max((end for _, end in pauses_ns), default=None)
+            if RESERVED_MACHINE in self._ledger.running_machines():
+                was_before = launched_ns is not None and not any(s.ended_ns > launched_ns for s in steps)
+                self._has_stepped = not was_before
         self._has_served = {i.machine for i in core.instances.values() if i.has_served}
         for assignment, response, name in core.assignments():
             self._begin(assignment, response, name, core.now, False)
@@ -148,6 +157,7 @@ class WasteMeter:
             case StepStarted(step=step, policy_version=version):
                 self._open((step, version), event.at)
             case StepTrained(wait_s=wait_s):
+                self._begin_stepping(event.at)
                 self.advance(event.at)
                 self._claims[WasteKind.IDLE, RESERVED_MACHINE] += wait_s
             case InstanceReady(instance=name):
@@ -204,6 +214,7 @@ class WasteMeter:
 
     def _open(self, step: tuple[int, int], at: float) -> None:
         """A step is opened. One that was opened before, or an earlier one, undoes what was done since."""
+        self._begin_stepping(at)
         if step == self._step:
             return
         self.advance(at)
@@ -215,6 +226,12 @@ class WasteMeter:
         self._response_of.clear()
         while len(self._worked) > KEPT_STEPS:
             del self._worked[next(iter(self._worked))]
+
+    def _begin_stepping(self, at: float) -> None:
+        if not self._has_stepped:
+            self.advance(at)
+            self._has_stepped = True
+            self._look()
 
     def _claim_lost(self, at: float) -> None:
         """Claim what instances did since they last sent tokens, of those that are gone with work in hand."""
@@ -270,7 +287,7 @@ class WasteMeter:
     def _reserved(self, instances: Sequence[Instance]) -> Doing:
         if self._core.config.autoscaling is not None:
             return self._serving_head(instances)
-        if self._core.step is None:
+        if self._core.step is None or not self._has_stepped:
             return Doing.BOOTING
         trains = self._core.lease in (LeaseState.TRAINER, LeaseState.RECALLING)
         return Doing.WORKING if trains or any(i.num_assigned for i in instances) else Doing.IDLING
