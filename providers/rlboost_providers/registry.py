@@ -252,8 +252,6 @@ def image_store(infra: str) -> ImageStore:
 def budget_alerts(cloud: str, email: str | None, billing_account: str | None) -> BudgetAlerts:
     """Return the budgets of an account at a cloud. Raises `ConfigError`."""
     if cloud == "aws":
-        if not email:
-            raise ConfigError("AWS needs an address to send mail to", "add --email ADDRESS")
         from rlboost_providers.aws.alerts import AwsAlerts
 
         return AwsAlerts(email)

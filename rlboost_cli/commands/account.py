@@ -110,7 +110,7 @@ def budget(
         )
     with output.working() as say:
         say(f"asking {cloud}")
-        alerts = budget_alerts(cloud, email or ("-" if delete else None), billing_account)
+        alerts = budget_alerts(cloud, email, billing_account)
         owner = owner_of(home())
         if max_usd is None:
             was_there = alerts.delete(owner)

@@ -21,9 +21,9 @@ from rlboost_providers.base.provider import Provider
 from rlboost_providers.base.tags import head_of
 from rlboost_providers.base.traits import cloud_traits
 from rlboost_runtime.coordinator.fleet.provider_calls import keep_console
-from rlboost_runtime.deploy.shipment import template
 from rlboost_runtime.job import Job
 from rlboost_runtime.run.folder import RunFolder, write_atomically
+from rlboost_templates import shipped
 
 ACCOUNT = "rlboost"
 """Who everything belongs to there."""
@@ -52,12 +52,12 @@ def host_key(run: RunFolder) -> KeyPair:
 
 def head_script(run: RunFolder, job: Job) -> str:
     """Return the start-up script of the machine."""
-    text = resources.files("rlboost_templates").joinpath("startup/head.sh").read_text(encoding="utf-8")
+    text = shipped("startup/head.sh")
     host = host_key(run)
     values = {
         "@ACCOUNT@": ACCOUNT,
         "@WATCH@": _packed(resources.files("rlboost_runtime.remote").joinpath("watch.py").read_bytes()),
-        "@LOCAL_NVME@": template("local_nvme.sh").rstrip(),
+        "@LOCAL_NVME@": shipped("deploy/local_nvme.sh").rstrip(),
         "@SETTINGS@": json.dumps(watch_settings(job)),
         "@OWNER_KEY@": own_key(run).public,
         "@HOST_KEY@": host.private.rstrip("\n"),

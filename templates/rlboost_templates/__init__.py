@@ -1,4 +1,5 @@
-"""Sample job files, shipped as data: `names()` lists them, `text(name)` returns one with its comments.
+"""Sample job files, shipped as data: `names()` lists them, `text(name)` returns one with its comments;
+`shipped(path)` returns what lies beside them: scripts, pinned versions, policies.
 
 `laptop`, `quickstart` and `serve` run as they are, `own-machines` once its hosts are set, the others once
 their roles and buckets are. `recipes/` has those of papers and other frameworks.
@@ -32,8 +33,13 @@ def text(name: str) -> str:
     name = ALIASES.get(name, name)
     for folder in (".", "recipes"):
         if name in _found(folder):
-            return resources.files(__name__).joinpath(folder, f"{name}.yaml").read_text(encoding="utf-8")
+            return shipped(f"{folder}/{name}.yaml")
     raise KeyError(name)
+
+
+def shipped(path: str) -> str:
+    """Return a file that lies beside the job files, such as `startup/worker.sh`, as it is."""
+    return resources.files(__name__).joinpath(path).read_text(encoding="utf-8")
 
 
 def summary(name: str) -> str:

@@ -10,12 +10,12 @@ import base64
 import gzip
 import shlex
 from collections.abc import Mapping, Sequence
-from importlib import resources
 
 import msgspec
 
 from rlboost_providers.base.provider import LaunchRequest
 from rlboost_runtime.errors import ConfigError
+from rlboost_templates import shipped
 
 BOOT_S = 1200
 """Longest installation: a machine that is not ready by then ends itself (the head gave it up before)."""
@@ -25,11 +25,7 @@ _DONE_LINE = "END_OF_INSTALL"
 
 def installation() -> str:
     """Return the shell text that brings the head's own runtime onto a machine whose image lacks it."""
-    return _template("startup/install.sh")
-
-
-def _template(path: str) -> str:
-    return resources.files("rlboost_templates").joinpath(path).read_text(encoding="utf-8")
+    return shipped("startup/install.sh")
 
 
 def software(image: str | None, default: str) -> tuple[str, str]:
@@ -58,9 +54,9 @@ def startup_script(bootstrap: Mapping[str, object], *, install: str = "", longes
     if _DONE_LINE in install.splitlines():
         raise ConfigError(f"the installation has a line {_DONE_LINE}", "write it otherwise")
     packed = gzip.compress(msgspec.json.encode(bootstrap), mtime=0)
-    text = _template("startup/worker.sh")
+    text = shipped("startup/worker.sh")
     for name, value in {
-        "@LOCAL_NVME@": _template("deploy/local_nvme.sh").rstrip(),
+        "@LOCAL_NVME@": shipped("deploy/local_nvme.sh").rstrip(),
         "@INSTALL@": install,
         "@BOOT_S@": str(BOOT_S),
         "@INSTANCES@": " ".join(shlex.quote(str(instance)) for instance in instances),

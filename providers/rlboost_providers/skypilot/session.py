@@ -25,7 +25,6 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from importlib import resources
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -37,6 +36,7 @@ from rlboost_providers.skypilot.errors import explained
 from rlboost_runtime.errors import ConfigError, NotYet, ProviderError, RuntimeFault
 from rlboost_runtime.logs import event
 from rlboost_runtime.run.folder import home, locked, write_atomically
+from rlboost_templates import shipped
 
 log = logging.getLogger(__name__)
 
@@ -285,7 +285,7 @@ def skypilot_python(say: Callable[[str], None] = lambda text: None) -> Path:
                 f"{VARIABLE}={named}: no SkyPilot is installed there", "pip install skypilot there"
             )
         return Path(named)
-    lock = resources.files("rlboost_templates").joinpath(_LOCK).read_text(encoding="utf-8")
+    lock = shipped(_LOCK)
     folder = home() / f"skypilot-{hashlib.sha256(lock.encode()).hexdigest()[:12]}"
     python = folder / "bin" / "python"
     with locked(home() / ".skypilot.lock"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from rlboost_providers.base.provider import LaunchRequest, Offer
 from rlboost_runtime.deploy.shipment import Software, common_part, worker_shipment
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.run.folder import RunFolder, write_atomically
+from rlboost_templates import shipped
 
 
 def write_task(folder: Path, run: RunFolder, request: LaunchRequest, more: Mapping[str, Any]) -> Path:
@@ -56,7 +56,7 @@ def _software(bootstrap: Mapping[str, Any]) -> Software:
 
 def filled(name: str, values: Mapping[str, str]) -> str:
     """Return a template of `templates/rlboost_templates/skypilot`, each @NAME@ replaced; JSON is YAML too."""
-    text = resources.files("rlboost_templates").joinpath(f"skypilot/{name}").read_text(encoding="utf-8")
+    text = shipped(f"skypilot/{name}")
     for key, value in values.items():
         text = text.replace(f"@{key}@", value)
     return text

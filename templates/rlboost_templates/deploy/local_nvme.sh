@@ -9,15 +9,18 @@ local_nvme() {
   [ ! -L "$at" ] || rm "$at" # of a machine that was an image's original
   for disk in "$ids"/nvme-Amazon_EC2_NVMe_Instance_Storage_* "$ids"/google-local-nvme-ssd-* \
     "$ids"/nvme-Microsoft_NVMe_Direct_Disk_*; do
-    [ -b "$disk" ] || continue
-    for tried in $(seq 60); do # Amazon's deep-learning images mount it themselves, while they boot
-      [ -d "${image%/*}" ] && ! mountpoint -q "$image" || break
-      sleep 0.5
-    done
-    if mountpoint -q "$image"; then
-      mkdir -p -m 1777 "$image/rlboost" && chmod 1777 "$image/rlboost" && ln -sfn "$image/rlboost" "$at"
-      return
-    fi
+    if [ -b "$disk" ]; then set -- "$@" "$disk"; fi
+  done
+  [ $# -gt 0 ] || return 0
+  for tried in $(seq 60); do # Amazon's deep-learning images mount them themselves, while they boot
+    [ -d "${image%/*}" ] && ! mountpoint -q "$image" || break
+    sleep 0.5
+  done
+  if mountpoint -q "$image"; then
+    mkdir -p -m 1777 "$image/rlboost" && chmod 1777 "$image/rlboost" && ln -sfn "$image/rlboost" "$at"
+    return
+  fi
+  for disk in "$@"; do
     [ "$(lsblk -nro NAME "$disk" | wc -l)" = 1 ] && [ -z "$(wipefs --no-act "$disk")" ] || continue
     mkfs.ext4 -q -E lazy_itable_init=1,nodiscard "$disk" && mkdir -p "$at" && mount -o noatime "$disk" "$at" \
       && chmod 1777 "$at" && return

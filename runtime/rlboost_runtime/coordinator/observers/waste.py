@@ -130,12 +130,10 @@ class WasteMeter:
         core = self._core
         if core.step is not None:
             self._step = (core.step.step, core.step.policy_version)
-            pauses_ns = self._ledger.spending().pauses_ns()
-            steps = self._ledger.steps()
-            launched_ns = max((end for _, end in pauses_ns), default=None)
-            if RESERVED_MACHINE in self._ledger.running_machines():
-                was_before = launched_ns is not None and not any(s.ended_ns > launched_ns for s in steps)
-                self._has_stepped = not was_before
+            resumed_ns = max((end for _, end in self._ledger.spending().pauses_ns()), default=None)
+            self._has_stepped = RESERVED_MACHINE in self._ledger.running_machines() and (
+                resumed_ns is None or any(step.ended_ns > resumed_ns for step in self._ledger.steps())
+            )
         self._has_served = {i.machine for i in core.instances.values() if i.has_served}
         for assignment, response, name in core.assignments():
             self._begin(assignment, response, name, core.now, False)

@@ -4,6 +4,7 @@
 
     GET /v1/weights/latest            {"version"}; 404 where there is none
     GET /v1/weights/VERSION/FILE      a file of the version's manifest or `manifest.json`; byte ranges work
+                                      503 until a resumed trainer has published it again
     GET /v1/weights/VERSION/have      a byte per chunk of the manifest, 1 where it is here
     GET /v1/wheels/FILE               a package for machines (`deploy.wheelhouse`), on the head only
 
