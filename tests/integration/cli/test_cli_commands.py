@@ -204,6 +204,7 @@ def test_cost_works_before_during_and_in_each_format(run: RunFolder) -> None:
         ["other", "egress"],
         ["other", "storage"],
         ["outside", "before"],
+        ["outside", "restarts"],
         ["outside", "after"],
     ]
     assert "so far" in rlboost("cost", "demo").stdout
