@@ -238,7 +238,7 @@ async def serve(run: RunFolder, num_responses: int, num_agents: int, max_tokens:
     await made.driver.journal.close()
 
 
-async def _no_wheels(name: str) -> None:
+async def _no_wheels(machine: str, name: str) -> None:
     return None
 
 
@@ -249,7 +249,7 @@ def _end(server: Any) -> Callable[[], None]:  # uvicorn's server
     return end
 
 
-async def _nothing() -> bytes:
+async def _nothing(machine: str) -> bytes:
     return b""
 
 

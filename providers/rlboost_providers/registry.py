@@ -52,6 +52,11 @@ def head_offer(trainer: Trainer) -> CloudOffer:
     )
 
 
+def _node_offer(trainer: Trainer) -> CloudOffer:
+    """Return what the trainer's further nodes are bought from, like the head where it is bought."""
+    return head_offer(trainer) if trainer.node_offer is None else trainer.node_offer
+
+
 def head_provider(job: Job, run: RunFolder | None) -> Provider:
     """Return the provider of the machine that is bought for the job's head; without a run it is only asked
     for offers. Raises `ConfigError` where the machine type is not known, or its price neither."""
@@ -157,7 +162,8 @@ def prices_of(job: Job) -> Prices:
 def prices_beside(job: Job, head: float | None) -> Prices:
     """Return the same for a head of which `head_usd_per_hour` is known already: SkyPilot takes its time."""
     offer = cheapest_offer(job)
-    return Prices(head or 0.0, expected_usd_per_hour(offer) or 0.0, egress_usd_per_gb(job, offer))
+    reserved = (head or 0.0) * (1 + job.trainer.bought_nodes)
+    return Prices(reserved, expected_usd_per_hour(offer) or 0.0, egress_usd_per_gb(job, offer))
 
 
 def egress_usd_per_gb(job: Job, offer: LocalOffer | SshOffer | CloudOffer) -> float:
@@ -185,8 +191,9 @@ def providers_of(job: Job, run: RunFolder, owner: str | None = None) -> dict[str
         from rlboost_providers.ssh.provider import SshProvider
 
         providers["ssh"] = SshProvider(own, owner, head_place=job.trainer.place)
-    if direct := [offer for offer in clouds if offer.via == "direct"]:
-        providers |= _direct(direct, kinds, job.trainer.place, owner)
+    direct = [offer for offer in clouds if offer.via == "direct"]
+    if direct or job.trainer.bought_nodes:
+        providers |= _direct(job, direct, kinds, owner)
     if through := [offer for offer in clouds if offer.via == "skypilot"]:
         from rlboost_providers.skypilot.provider import SkyPilotProvider
 
@@ -198,21 +205,29 @@ def providers_of(job: Job, run: RunFolder, owner: str | None = None) -> dict[str
     return providers
 
 
-def _direct(
-    offers: list[CloudOffer], kinds: tuple[bool, ...], head: str | None, owner: str
-) -> dict[str, Provider]:
+def _direct(job: Job, offers: list[CloudOffer], kinds: tuple[bool, ...], owner: str) -> dict[str, Provider]:
+    """Return the providers of `offers`, and of the trainer's further nodes."""
     providers: dict[str, Provider] = {}
-    if of_aws := [offer for offer in offers if offer.cloud == "aws"]:
+    trainer, head = job.trainer, job.trainer.place
+    node = _node_offer(trainer) if trainer.bought_nodes else None
+    nodes = "" if node is None else node.cloud
+    of_aws = [offer for offer in offers if offer.cloud == "aws"]
+    if of_aws or nodes == "aws":
         from rlboost_providers.aws import machines as aws
         from rlboost_providers.aws.provider import AwsProvider
 
         aws_pools = [pool for spot in kinds for pool in aws.pools_of(of_aws, spot=spot, head=head)]
+        if node is not None and nodes == "aws":
+            aws_pools.append(aws.node_pool(node, trainer))
         providers["aws"] = AwsProvider(aws_pools, owner)
-    if of_gcp := [offer for offer in offers if offer.cloud == "gcp"]:
+    of_gcp = [offer for offer in offers if offer.cloud == "gcp"]
+    if of_gcp or nodes == "gcp":
         from rlboost_providers.gcp import machines as gcp
         from rlboost_providers.gcp.provider import GcpProvider
 
         gcp_pools = [pool for spot in kinds for pool in gcp.pools_of(of_gcp, spot=spot, head=head)]
+        if node is not None and nodes == "gcp":
+            gcp_pools += gcp.node_pools(node, trainer)
         providers["gcp"] = GcpProvider(gcp_pools, owner)
     return providers
 

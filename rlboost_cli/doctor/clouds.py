@@ -54,7 +54,7 @@ def offer(patient: DoctorContext) -> Iterator[Finding]:
 
 
 def identity(patient: DoctorContext) -> Iterator[Finding]:
-    """Whether the head could launch the spot machines that the job wants, and write to its output."""
+    """Whether the head could launch the machines that the job wants, and write to its output."""
     yield judge_identity(patient.wanted)
 
 
@@ -63,6 +63,8 @@ def judge_identity(job: Job) -> Finding:
     own = job.trainer.cloud
     clouds = {each.cloud for each in job.rollout.spot.any_of if isinstance(each, CloudOffer)}
     clouds = clouds if job.rollout.spot.max_instances else set()
+    if job.trainer.bought_nodes:
+        clouds |= {own}
     unknown = sorted(cloud for cloud in clouds if not _is_known_to(cloud, job))
     ends_by_itself = job.trainer.via == "skypilot" and cloud_traits(own).head_ends_itself
     if not unknown and ends_by_itself and not _is_known_to(own, job):
@@ -75,7 +77,7 @@ def judge_identity(job: Job) -> Finding:
     if unknown:
         return warn(
             "identity",
-            f"the head has no identity in {', '.join(unknown)}: it could not launch spot machines there",
+            f"the head has no identity in {', '.join(unknown)}: it could not launch machines there",
             "name trainer.role for its own cloud, or scoped keys in secrets (docs/head.md)",
         )
     who = "without a role in its cloud"

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from rlboost_cli.head.connection import Head, Say
+from rlboost_providers.registry import head_offer
 from rlboost_providers.ssh.connection import address_of
-from rlboost_runtime.billing.launch_records import current_head_machine
+from rlboost_runtime.billing.launch_records import HeadMachine, current_head_machine
 from rlboost_runtime.deploy.shipment import Software, common_part, requirements_of
 from rlboost_runtime.errors import ConfigError, RuntimeFault
-from rlboost_runtime.job import BOUGHT_MACHINE, After, Job, LocalOffer, Trainer
+from rlboost_runtime.job import BOUGHT_MACHINE, After, CloudOffer, Job, LocalOffer, Trainer
 from rlboost_runtime.run.create import files_of
 from rlboost_runtime.run.folder import RunFolder
 
@@ -100,6 +101,10 @@ def on_its_head(job: Job, head: Head) -> Job:
     }
     if (bought := current_head_machine(head.run)) is not None:
         plain["price_usd_per_hour"] = bought.price_micro_usd_per_hour / 1e6
+        plain["location"] = _location(job.trainer, bought)
+        if job.trainer.bought_nodes:
+            plain |= {name: getattr(job.trainer, name) for name in ("reservation", "flex_start_hours")}
+            plain["node_offer"] = _beside(head_offer(job.trainer), bought)
     if job.trainer.address is None and not all(isinstance(o, LocalOffer) for o in job.rollout.spot.any_of):
         plain["address"] = address_of(head.place.host).name
     changes: dict[str, object] = {
@@ -110,6 +115,19 @@ def on_its_head(job: Job, head: Head) -> Job:
     if _model_folder(job) is not None:
         changes["model"] = f"./{job.name}.{_PORTABLE_MODEL}"
     return job.model_copy(update=changes)
+
+
+def _location(trainer: Trainer, bought: HeadMachine) -> str | None:
+    """Return where a bought head is, as its egress is billed; None where only SkyPilot knows."""
+    told = (trainer.infra, bought.zone)
+    return next((each for each in told if each.startswith(f"{trainer.cloud}/")), None)
+
+
+def _beside(offer: CloudOffer, bought: HeadMachine) -> CloudOffer:
+    """Return the offer of the head, in the zone that its cloud chose for it."""
+    zone = bought.zone.rpartition("/")[2]
+    is_zone = zone != offer.region
+    return offer.model_copy(update={"infra": f"{offer.cloud}/{offer.region}/{zone}"} if is_zone else {})
 
 
 def _files(run: RunFolder, job: Job) -> Iterator[tuple[str, Path]]:

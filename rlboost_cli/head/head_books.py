@@ -26,10 +26,10 @@ from rlboost_runtime.billing.launch_records import (
     kept_head_machines,
 )
 from rlboost_runtime.billing.ledger import Ledger
-from rlboost_runtime.deploy.bootstrap import RESERVED_MACHINE
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.run.create import stored_job
 from rlboost_runtime.run.folder import RunFolder, read_json, write_atomically, write_json
+from rlboost_runtime.run.reserved import RESERVED_MACHINE
 
 _LEAST_STAY_S = 180.0
 """Longest time from the end of a run, all of which is safe, until its head is off: copies, 30 s, shutdown."""

@@ -17,11 +17,11 @@ from rlboost_providers.skypilot.traits import NAME as SKYPILOT
 from rlboost_providers.ssh.connection import address_of
 from rlboost_runtime.billing.accounts import BilledState, MachineBill
 from rlboost_runtime.billing.ledger import Ledger
-from rlboost_runtime.deploy.bootstrap import RESERVED_MACHINE
 from rlboost_runtime.errors import ConfigError, NotFound
 from rlboost_runtime.job import CloudOffer, Job, SshOffer
 from rlboost_runtime.run.folder import RunFolder
 from rlboost_runtime.run.head import HeadPlace, kept_place
+from rlboost_runtime.run.reserved import RESERVED_MACHINE
 from rlboost_runtime.run.resolved import read_resolved
 
 HEAD = "head"

@@ -100,7 +100,7 @@ def launch_plan(
 ) -> LaunchPlan:
     """Return the plan of `job` under the name `run`, with the forecast made for it."""
     spot, head = job.rollout.spot, head_usd_per_hour(job)
-    reserved = PlanLine("reserved", job.trainer.infra, 1, _micro_or_none(head))
+    reserved = PlanLine("reserved", job.trainer.infra, 1 + job.trainer.bought_nodes, _micro_or_none(head))
     offers = [
         PlanLine("spot", o.infra, spot.max_instances, _micro_or_none(expected_usd_per_hour(o)))
         for o in spot.any_of

@@ -24,7 +24,7 @@ from rlboost_runtime.job import Job, LocalOffer
 from rlboost_runtime.run.bucket import open_bucket, url_of
 from rlboost_runtime.run.create import gather, keep, restore_run
 from rlboost_runtime.run.folder import RunFolder, home, write_json
-from rlboost_runtime.run.head import HeadAddress, write_address
+from rlboost_runtime.run.head import address_of_head, write_address
 from rlboost_runtime.run.resolved import write_resolved
 from rlboost_runtime.run.security import create_secrets
 from rlboost_runtime.supervisor.machines import end_machines
@@ -104,8 +104,8 @@ def _complete(draft: RunFolder, job: Job, url: str, state: HeadState) -> None:
     write_resolved(draft.job_json, job)
     create_secrets(draft)
     keep(draft, job)
-    if job.trainer.address is not None:
-        write_address(draft, HeadAddress(job.trainer.address, *job.trainer.head_ports))
+    if (address := address_of_head(job.trainer)) is not None:
+        write_address(draft, address)
     write_json(draft.restored, {"url": url, "at": state.at, "taken": False}, durably=True)
 
 

@@ -335,7 +335,7 @@ def _of_clouds(job: Job, offers: list[CloudOffer], head: float | None) -> _Machi
         ranks,
         min(ranks, parallel),
         GBIT_PER_GPU * GBIT * ranks,
-        ((head or 0.0) + head_storage) / nodes,
+        ((head or 0.0) + head_storage) / (nodes - job.trainer.bought_nodes),
     )
     names = ", ".join(f"{offer.infra} {offer.accelerators}" for offer in offers)
     notes = [

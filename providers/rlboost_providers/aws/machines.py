@@ -67,6 +67,10 @@ class AwsPool:
     """Capacity that was reserved before, as `cr-...`."""
     inbound: tuple[tuple[int, str], ...] = ()
     """For a head: (TCP port, network) pairs that are let in."""
+    meets_nodes: bool = False
+    """For a head and its trainer's further nodes: each lets in what comes from the others."""
+    is_for_trainer: bool = False
+    """For the trainer's further nodes."""
     disk_gb: int = 200
     disk_mib_per_s: int | None = None
     """Throughput that is asked for; None: the volume's own."""
@@ -115,7 +119,14 @@ def head_pool(offer: CloudOffer, trainer: Trainer) -> AwsPool:
         instance_profile=trainer.role,
         inbound=inbound_to(trainer.head_ports, trainer.ssh_from),
         reservation=trainer.reservation,
+        meets_nodes=trainer.bought_nodes > 0,
     )
+
+
+def node_pool(offer: CloudOffer, trainer: Trainer) -> AwsPool:
+    """Return the pool of the trainer's further nodes, bought from `offer`. Raises like `head_pool`."""
+    head = head_pool(offer, trainer)
+    return replace(head, instance_profile=None, inbound=(), is_for_trainer=True)
 
 
 def _pool(book: PriceBook, offer: CloudOffer, spot: bool, head: str | None) -> AwsPool:
@@ -205,7 +216,7 @@ def template_data(
     user_data: str,
     marks: Mapping[str, str],
     *,
-    group: str,
+    groups: Sequence[str],
     device: str,
     reserved: Reservation | None = None,
 ) -> dict[str, Any]:
@@ -215,7 +226,7 @@ def template_data(
     data: dict[str, Any] = {
         "ImageId": pool.image,
         "UserData": user_data,
-        "SecurityGroupIds": [group],
+        "SecurityGroupIds": list(groups),
         "InstanceInitiatedShutdownBehavior": "terminate",
         "MetadataOptions": {
             "HttpTokens": "required",
@@ -288,11 +299,13 @@ def _when(told: str) -> float | None:
 
 WORKERS = "rlboost-outbound-only"
 HEADS = "rlboost-head"
+NODES = "rlboost-trainer-nodes"
 SSH_PORT = 22
 
 _ABOUT = {
     WORKERS: "RLBoost workers: they dial out, nothing comes in",
     HEADS: "RLBoost heads: SSH with a key, and TLS of their agents",
+    NODES: "RLBoost trainers of several nodes: anything from one another",
 }
 
 
@@ -308,6 +321,15 @@ def security_group(ec2: Any, subnets: Sequence[str], inbound: Sequence[tuple[int
     group = _group(ec2, f"{HEADS}-{rules}", _ABOUT[HEADS], _network(ec2, subnets))
     if not group["IpPermissions"]:
         _open(ec2, str(group["GroupId"]), inbound)
+    return str(group["GroupId"])
+
+
+def node_group(ec2: Any, subnets: Sequence[str]) -> str:
+    """Return the id of the group whose members let in whatever comes from one another."""
+    group = _group(ec2, NODES, _ABOUT[NODES], _network(ec2, subnets))
+    if not group["IpPermissions"]:
+        members = [{"GroupId": str(group["GroupId"])}]
+        _authorize(ec2, str(group["GroupId"]), [{"IpProtocol": "-1", "UserIdGroupPairs": members}])
     return str(group["GroupId"])
 
 
@@ -344,6 +366,10 @@ def _open(ec2: Any, group: str, inbound: Sequence[tuple[int, str]]) -> None:
             {"Ipv6Ranges": [{"CidrIpv6": network}]} if ":" in network else {"IpRanges": [{"CidrIp": network}]}
         )
         rules.append({"IpProtocol": "tcp", "FromPort": port, "ToPort": port, **where})
+    _authorize(ec2, group, rules)
+
+
+def _authorize(ec2: Any, group: str, rules: Sequence[Mapping[str, Any]]) -> None:
     try:
         ec2.authorize_security_group_ingress(GroupId=group, IpPermissions=rules)
     except ec2.exceptions.ClientError as error:

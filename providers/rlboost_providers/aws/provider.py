@@ -26,6 +26,7 @@ from rlboost_providers.aws.machines import (
     console_of,
     ec2_client,
     list_machines,
+    node_group,
     root_device,
     security_group,
     template_data,
@@ -100,13 +101,15 @@ class AwsProvider:
         watch_every_s: float = WATCH_EVERY_S,
     ) -> None:
         self._pools = {
-            _place(pool.place, pool.accelerator, pool.instance_types, pool.spot): pool for pool in pools
+            _place(pool.place, pool.accelerator, pool.instance_types, pool.spot, pool.is_for_trainer): pool
+            for pool in pools
         }
         self._owner = owner
         self._make_client = ec2_client if client is None else client
         self._clients: dict[str, tuple[float, Any]] = {}  # boto3 has no types of its own
         self._prices: dict[str, SpotPrices] = {}
-        self._groups: dict[tuple[str, tuple[tuple[int, str], ...]], str] = {}
+        self._groups: dict[tuple[str, tuple[tuple[int, str], ...] | None], str] = {}
+        """By region and what is let in; None: whatever comes from the trainer's other nodes."""
         self._recent: dict[tuple[str, str], _Sighting] = {}
         """By run and machine, of those that were launched or listed as alive lately."""
         self._ends: dict[str, float] = {}
@@ -181,6 +184,7 @@ class AwsProvider:
             egress_micro_usd_per_gb=pool.egress_micro_usd_per_gb,
             storage_micro_usd_per_hour=pool.storage_micro_usd_per_hour,
             min_billed_s=MIN_BILLED_S,
+            is_for_trainer=pool.is_for_trainer,
         )
 
     def _reached(self, pool: AwsPool) -> list[SpotPrice]:
@@ -193,7 +197,7 @@ class AwsProvider:
 
     def _pool_of(self, offer: Offer) -> AwsPool:
         kinds = tuple(offer.instance_type.split(","))
-        pool = self._pools.get(_place(offer.zone, offer.accelerator, kinds, offer.spot))
+        pool = self._pools.get(_place(offer.zone, offer.accelerator, kinds, offer.spot, offer.is_for_trainer))
         if pool is None or offer.provider != NAME:
             raise ConfigError(
                 f"{offer.zone} with {offer.accelerator} is not an offer of this job",
@@ -285,7 +289,7 @@ class AwsProvider:
                         pool,
                         base64.b64encode(script.encode()).decode(),
                         marks,
-                        group=self._group(pool, pool.inbound if request.head_script is not None else ()),
+                        groups=self._groups_of(pool, is_head=request.head_script is not None),
                         device=root_device(ec2, pool.image),
                         reserved=reserved,
                     ),
@@ -535,12 +539,21 @@ class AwsProvider:
         with self._lock:
             self._groups = {key: group for key, group in self._groups.items() if key[0] != region}
 
-    def _group(self, pool: AwsPool, inbound: tuple[tuple[int, str], ...]) -> str:
-        """Return the machine's security group, made where it is not there."""
+    def _groups_of(self, pool: AwsPool, *, is_head: bool) -> list[str]:
+        """Return the machine's security groups, made where they are not there."""
+        nodes = [None] if pool.meets_nodes else []
+        return [self._group(pool, each) for each in (pool.inbound if is_head else (), *nodes)]
+
+    def _group(self, pool: AwsPool, inbound: tuple[tuple[int, str], ...] | None) -> str:
         with self._lock:
             key = (pool.region, inbound)
             if key not in self._groups:
-                self._groups[key] = security_group(self._ec2(pool.region), pool.subnets, inbound)
+                ec2 = self._ec2(pool.region)
+                self._groups[key] = (
+                    node_group(ec2, pool.subnets)
+                    if inbound is None
+                    else security_group(ec2, pool.subnets, inbound)
+                )
             return self._groups[key]
 
 
@@ -551,9 +564,12 @@ def _market_of(pool: AwsPool, reserved: Reservation | None) -> str:
     return "spot" if pool.spot else "on-demand"
 
 
-def _place(where: str, accelerator: str, kinds: Sequence[str], spot: bool) -> tuple[str, ...]:
+def _place(
+    where: str, accelerator: str, kinds: Sequence[str], spot: bool, is_for_trainer: bool
+) -> tuple[str, ...]:
     """Return what tells the pools of a job apart."""
-    return (where, accelerator, ",".join(kinds), "spot" if spot else "on demand")
+    market = "trainer" if is_for_trainer else "spot" if spot else "on demand"
+    return (where, accelerator, ",".join(kinds), market)
 
 
 def _raise_first(problems: Mapping[str, RLBoostError]) -> None:

@@ -73,11 +73,13 @@ class Offer:
     """Billed at least, however soon the machine ends."""
     has_spot_market: bool = True
     """True if its cloud sells such machines as spot ones too; else the pool is filled on demand."""
+    is_for_trainer: bool = False
+    """True for a further node of the trainer: on demand, beside the head, reached by its other nodes."""
 
     @property
     def is_of_pool(self) -> bool:
         """True if the pool may be filled with it; else it is for `on_demand_floor` alone."""
-        return self.spot or not self.has_spot_market
+        return not self.is_for_trainer and (self.spot or not self.has_spot_market)
 
     @property
     def most_micro_usd_per_hour(self) -> int:

@@ -60,12 +60,19 @@ def startup_script(bootstrap: Mapping[str, object], *, install: str = "", longes
         "@INSTALL@": install,
         "@BOOT_S@": str(BOOT_S),
         "@INSTANCES@": " ".join(shlex.quote(str(instance)) for instance in instances),
+        "@TRAINER_NODE@": " ".join(shlex.quote(str(each)) for each in _trainer_node(bootstrap)),
         "@BOOTSTRAP@": base64.encodebytes(packed).decode().rstrip(),
     }.items():
         text = text.replace(name, value, 1)
     if longest is not None:
         _check_length(text, str(bootstrap.get("machine")), longest)
     return text
+
+
+def _trainer_node(bootstrap: Mapping[str, object]) -> Sequence[object]:
+    """Return the arguments of `trainer.node` (`agent.bootstrap`); none where the machine is no node."""
+    found = bootstrap.get("trainer_node", ())
+    return found if isinstance(found, Sequence) and not isinstance(found, str) else ()
 
 
 def _check_length(text: str, machine: str, longest: int) -> None:

@@ -79,6 +79,10 @@ class GcpPool:
     """Shell text for `startup.startup_script`."""
     egress_micro_usd_per_gb: int = 0
     storage_micro_usd_per_hour: int = 0
+    meets_nodes: bool = False
+    """For a head and its trainer's further nodes, which reach one another."""
+    is_for_trainer: bool = False
+    """For the trainer's further nodes."""
 
 
 def pools_of(offers: Sequence[CloudOffer], *, spot: bool = True, head: str | None = None) -> list[GcpPool]:
@@ -102,6 +106,7 @@ def head_pools(offer: CloudOffer, trainer: Trainer) -> list[GcpPool]:
             service_account=trainer.role,
             reservation=trainer.reservation,
             flex_start_s=None if hours is None else round(3600 * hours),
+            meets_nodes=trainer.bought_nodes > 0,
         )
         for pool in pools_of([offer], spot=False)
     ]
@@ -109,6 +114,11 @@ def head_pools(offer: CloudOffer, trainer: Trainer) -> list[GcpPool]:
         paid, source = parse_usd(trainer.price_usd_per_hour), "job file: trainer.price_usd_per_hour"
         pools = [replace(pool, price_micro_usd_per_hour=paid, price_source=source) for pool in pools]
     return pools
+
+
+def node_pools(offer: CloudOffer, trainer: Trainer) -> list[GcpPool]:
+    """Return what the trainer's further nodes are bought from, by `offer`. Raises like `head_pools`."""
+    return [replace(pool, service_account=None, is_for_trainer=True) for pool in head_pools(offer, trainer)]
 
 
 def _pool(book: PriceBook, offer: CloudOffer, spot: bool, head: str | None) -> GcpPool | None:
@@ -206,11 +216,11 @@ def beginning(run: str) -> str:
 
 
 def instance_resource(
-    pool: GcpPool, zone: str, name: str, *, labels: dict[str, str], script: str, network_tag: str
+    pool: GcpPool, zone: str, name: str, *, labels: dict[str, str], script: str, network_tags: Sequence[str]
 ) -> Any:
     """Return the `compute_v1.Instance` of a machine that dials out and has no identity unless given one.
 
-    `network_tag`: what firewall rules know it by.
+    `network_tags`: what firewall rules know it by.
     """
     from google.cloud import compute_v1 as compute
 
@@ -245,7 +255,7 @@ def instance_resource(
                 compute.Items(key="block-project-ssh-keys", value="true"),
             ]
         ),
-        tags=compute.Tags(items=[network_tag]),
+        tags=compute.Tags(items=list(network_tags)),
         reservation_affinity=_affinity(pool),
         service_accounts=[compute.ServiceAccount(email=each, scopes=[ALL_SCOPES]) for each in accounts],
     )

@@ -135,7 +135,7 @@ class GcpProvider:
             name,
             labels=tags.tags(request.run, request.machine, self._owner),
             script=script_of(request, NAME, pool.install, MAX_SCRIPT_BYTES),
-            network_tag="rlboost-worker" if request.head_script is None else "rlboost-head",
+            network_tags=_network_tags(pool, is_head=request.head_script is not None),
         )
         token = tags.client_token(request.run, request.machine, self._owner)
         what = f"launch {request.machine} in {zone}"
@@ -206,6 +206,7 @@ class GcpProvider:
             accelerator=pool.accelerator,
             price_micro_usd_per_hour=pool.price_micro_usd_per_hour,
             spot=pool.spot,
+            is_for_trainer=pool.is_for_trainer,
             source=pool.price_source,
             instance_type=pool.machine_type,
             egress_micro_usd_per_gb=pool.egress_micro_usd_per_gb,
@@ -244,8 +245,14 @@ class GcpProvider:
 
     def _pool_of(self, offer: Offer) -> tuple[GcpPool, str]:
         for pool in self._pools:
-            wanted = (NAME, pool.accelerator, pool.machine_type, pool.spot)
-            asked = (offer.provider, offer.accelerator, offer.instance_type, offer.spot)
+            wanted = (NAME, pool.accelerator, pool.machine_type, pool.spot, pool.is_for_trainer)
+            asked = (
+                offer.provider,
+                offer.accelerator,
+                offer.instance_type,
+                offer.spot,
+                offer.is_for_trainer,
+            )
             if asked == wanted and offer.zone in self._zones_of(pool):
                 return pool, offer.zone
         raise ConfigError(
@@ -403,6 +410,11 @@ class GcpProvider:
             if self._made is None:
                 self._made = self._make_clients()
             return self._made
+
+
+def _network_tags(pool: GcpPool, *, is_head: bool) -> list[str]:
+    role = "rlboost-head" if is_head else "rlboost-worker"
+    return [role, "rlboost-trainer"] if pool.meets_nodes else [role]
 
 
 def default_clients() -> GcpClients:

@@ -49,6 +49,8 @@ class Bootstrap(msgspec.Struct, frozen=True, omit_defaults=True):
     """Price of a GB from the head to this machine."""
     price_usd_per_hour: float = 0.0
     """Price of the machine while it waits."""
+    trainer_node: tuple[str, ...] = ()
+    """Arguments of `trainer.node`, on a further node of the trainer; empty: on any other machine."""
 
 
 def write_bootstrap(path: Path, bootstrap: Bootstrap) -> None:

@@ -16,10 +16,10 @@ from rlboost_runtime.billing.launch_records import end_of
 from rlboost_runtime.billing.ledger import Ledger
 from rlboost_runtime.billing.planned import kept_plan
 from rlboost_runtime.billing.report import CostReport, compared, cost_report
-from rlboost_runtime.deploy.bootstrap import RESERVED_MACHINE
 from rlboost_runtime.errors import RuntimeFault
 from rlboost_runtime.job import Budget
 from rlboost_runtime.run.folder import RunFolder, read_json
+from rlboost_runtime.run.reserved import RESERVED_MACHINE
 
 
 def close_books(

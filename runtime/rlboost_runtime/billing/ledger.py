@@ -36,8 +36,8 @@ from rlboost_runtime.billing.accounts import (
 )
 from rlboost_runtime.billing.launch_records import MachineRecord
 from rlboost_runtime.billing.ledger_file import EgressLedger, NoteLedger, StepLedger
-from rlboost_runtime.core.base.messages import Pool
 from rlboost_runtime.errors import NotFound
+from rlboost_runtime.run.reserved import RESERVED_MACHINE
 
 _MACHINES = """
 SELECT machine, provider, zone, accelerator, price_micro_usd_per_hour, price_source, intended_at, launched_at,
@@ -201,8 +201,8 @@ class Ledger(StepLedger, NoteLedger, EgressLedger):
         return [str(row[0]) for row in rows]
 
     def clouds(self) -> set[str]:
-        """Return the providers at which a spot machine was ever about to be launched."""
-        rows = self._rows("SELECT DISTINCT provider FROM machines WHERE pool = ?", (Pool.SPOT,))
+        """Return the providers at which a machine beside the head was ever about to be launched."""
+        rows = self._rows("SELECT DISTINCT provider FROM machines WHERE machine != ?", (RESERVED_MACHINE,))
         return {str(row[0]) for row in rows}
 
     def running_machines(self) -> set[str]:

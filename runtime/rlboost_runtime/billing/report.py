@@ -34,6 +34,7 @@ from rlboost_runtime.billing.planned import PlanComparison, PlanDifference, Plan
 from rlboost_runtime.job import Budget
 from rlboost_runtime.money import MICRO_USD_PER_USD, format_usd, money_places, parse_usd
 from rlboost_runtime.protocol.reward_failures import count_failures
+from rlboost_runtime.run.reserved import node_of
 
 _POOLS = ("reserved", "spot")
 _SERVED = "not computed: requests were served and nothing was trained"
@@ -274,7 +275,7 @@ def counterfactual(
     Of a run without spot machines that is what it paid: nothing is computed, and nothing saved.
     """
     measured = _measured(steps, spent)
-    price = sum(b.all_micro_usd_per_hour for b in bills if b.pool == "reserved")
+    price = sum({_place_of(b): b.all_micro_usd_per_hour for b in bills if b.pool == "reserved"}.values())
     tokens = sum(step.tokens for step in steps)
     if price and tokens and not any(b.pool == "spot" for b in bills):
         return Counterfactual(
@@ -356,6 +357,12 @@ def _between_s(step: StepRecord) -> float:
         return 0.0
     known = sum(step.metrics[name] for name in ("rollout_wait_s", "train_wait_s", "train_busy_s"))
     return max(0.0, (step.ended_ns - step.started_ns) / 1e9 - known)
+
+
+def _place_of(bill: MachineBill) -> int:
+    """Return which node of the trainer a reserved machine is or was; 0: the head."""
+    node = node_of(bill.machine)
+    return 0 if node is None else node[0]
 
 
 def _why_unknown(bills: Sequence[MachineBill], measured: _Measured, price: int) -> str | None:

@@ -36,6 +36,7 @@ from rlboost_runtime.coordinator.driver.ingest import Ingest
 from rlboost_runtime.coordinator.driver.totals import recover
 from rlboost_runtime.coordinator.fleet.controller import FleetController, MachineMaker
 from rlboost_runtime.coordinator.fleet.offer_rank import OfferRank
+from rlboost_runtime.coordinator.fleet.reserved_nodes import ReservedNodes
 from rlboost_runtime.coordinator.links.agents import AgentLinks, InstanceStats, Timing
 from rlboost_runtime.coordinator.links.requests import serve_requests
 from rlboost_runtime.coordinator.links.server import Handlers, bind, make_app, make_server
@@ -52,7 +53,7 @@ from rlboost_runtime.core.base.messages import Command, Event, Pool, RunEnding
 from rlboost_runtime.core.base.prior import Prior
 from rlboost_runtime.core.core import Core
 from rlboost_runtime.core.state.machines import MachineState
-from rlboost_runtime.deploy.bootstrap import RESERVED_MACHINE, instances_of, make_bootstrap
+from rlboost_runtime.deploy.bootstrap import instances_of, make_bootstrap
 from rlboost_runtime.deploy.shipment import Software, archive, common_part
 from rlboost_runtime.deploy.wheelhouse import Wheelhouse
 from rlboost_runtime.errors import NotFound, RLBoostError, RuntimeFault
@@ -62,8 +63,9 @@ from rlboost_runtime.money import parse_usd
 from rlboost_runtime.run.checkpoints import ancestors_of
 from rlboost_runtime.run.credentials import Revocations
 from rlboost_runtime.run.folder import RunFolder, give_up_reserve, read_json, write_json
-from rlboost_runtime.run.head import url_for
+from rlboost_runtime.run.head import url_beside, url_for
 from rlboost_runtime.run.priors import PriorStore
+from rlboost_runtime.run.reserved import RESERVED_MACHINE, is_reserved, node_of
 from rlboost_runtime.run.security import read_token
 from rlboost_runtime.seams import Clock, Disk
 
@@ -112,6 +114,10 @@ class Coordinator:
         self._changed = asyncio.Event()
         core, totals, *_ = recovered = recover(run.events, run.snapshot)
         timing = Timing.of(self._config)
+        bought = (bill.machine for bill in self._ledger.machines(clock.wall()))
+        is_open = self._ledger.open_machines()
+        joined = (read_json(run.trainer_nodes) or {}).get("joined", ())
+        self._nodes = ReservedNodes(job.trainer.bought_nodes, bought, is_open, clock.now(), joined)
         weights = WeightTracker(self._ledger.zone_of, self._bill_egress)
         stats = InstanceStats(weights, timing.flush_s)
         boot_times = BootTimes(lambda: core.machines)
@@ -136,7 +142,7 @@ class Coordinator:
             boot_times,
             stats,
             timing,
-            frozenset({RESERVED_MACHINE}),
+            self._nodes,
         )
         markets = [offer.market for offer in job.rollout.spot.local_offers if offer.market is not None]
         self._trainer = TrainerLink(
@@ -164,6 +170,7 @@ class Coordinator:
             LaunchRecords(run.cloud / "bought.json"),
             LaunchBackup(run, job.output).put if _launches_elsewhere(job) else None,
             OfferRank(job, lambda: self._driver.core, self._ledger.zone_of),
+            self._nodes,
         )
         self.fleet = self._fleet.carry_out
         self._sources = StatusSources(
@@ -172,7 +179,12 @@ class Coordinator:
         )  # fmt: skip
         head = own_head_machine(run)
         self._stay_micro_usd = 0 if head is None else stay_micro_usd(head)
-        self._wheelhouse = Wheelhouse(self._shipment)
+        self._wheelhouses = {
+            is_node: Wheelhouse(partial(self._shipment, is_node)) for is_node in (False, True)
+        }
+        """Of spot machines, and of the trainer's further nodes."""
+        self._joined_nodes: list[str] | None = None if self._nodes.machines else []
+        """As `trainer_nodes.json` has it; None: not written yet."""
         self._ending: RunEnd | None = None
         self._revoked, self._known_revoked = Revocations(run), frozenset[str]()
         self._revoked_until = 0
@@ -316,12 +328,15 @@ class Coordinator:
         self._sources.started_at = now if first is None else first
 
     def _engines_on(self, machine: str) -> int:
+        if is_reserved(machine):
+            return self._job.trainer.local_engines
         offer = self._fleet.offer_of(machine)
         return self._job.rollout.engines_on(None if offer is None else offer.accelerator)
 
     def _bootstrap(self, machine: str) -> dict[str, object]:
+        pool = Pool.RESERVED if is_reserved(machine) else Pool.SPOT
         built = make_bootstrap(
-            self._job, self._run, machine, Pool.SPOT, instances_of(machine, self._engines_on(machine))
+            self._job, self._run, machine, pool, instances_of(machine, self._engines_on(machine))
         )
         offer = self._fleet.offer_of(machine)
         if offer is not None:
@@ -347,20 +362,24 @@ class Coordinator:
             is_live=self._is_live,
         )
 
-    async def _runtime(self) -> bytes:
-        return await asyncio.to_thread(lambda: archive(self._shipment()))
+    async def _runtime(self, machine: str) -> bytes:
+        return await asyncio.to_thread(lambda: archive(self._shipment(_is_node(machine))))
 
-    def _shipment(self) -> Path:
+    def _shipment(self, is_node: bool) -> Path:
         rollout = self._job.rollout
         software = Software.for_engine(rollout.engine, rollout.engine_args.python)
+        if is_node:
+            return common_part(self._run.cloud / "shipment-node", replace(software, trains=True))
         return common_part(self._run.cloud / "shipment", software)
 
-    async def _wheels(self, name: str) -> dict[str, object] | None:
-        files = await asyncio.to_thread(self._wheelhouse.contents, name)
+    async def _wheels(self, machine: str, name: str) -> dict[str, object] | None:
+        is_node = _is_node(machine)
+        files = await asyncio.to_thread(self._wheelhouses[is_node].contents, name)
         served = read_json(self._run.weights_endpoint)
         if files is None or served is None:
             return None
-        return {"url": f"{url_for(served, on_head=False)}/v1/wheels/", "files": files}
+        url = url_beside(served) if is_node else url_for(served, on_head=False)
+        return {"url": f"{url}/v1/wheels/", "files": files}
 
     async def _preempt(self, name: str, notice_s: float | None) -> None:
         core = self._driver.core
@@ -414,6 +433,7 @@ class Coordinator:
             self._write_status()
             self._revoke()
             self._learn_weights_url()
+            self._note_nodes()
             await self._clock.sleep(HOUSEKEEPING_S)
 
     async def _probe_lag(self) -> None:
@@ -471,6 +491,17 @@ class Coordinator:
         budget = parse_usd(self._job.budget.max_usd or 0.0) - self._stay_micro_usd
         return room_micro_usd(budget, ledger.total_micro_usd(now), ledger.machines(now), to_ns(now))
 
+    def _note_nodes(self) -> None:
+        """Say which of the trainer's further nodes are there: without all of them it cannot train."""
+        joined = self._fleet.joined_nodes()
+        if joined != self._joined_nodes:
+            try:
+                write_json(self._run.trainer_nodes, {"joined": joined})
+            except OSError as problem:  # tried again a second later
+                log_event(log, "nodes.write_failed", problem=str(problem))
+            else:
+                self._joined_nodes = joined
+
     def _learn_weights_url(self) -> None:
         if not self._agents.weights_endpoint:
             self._agents.weights_endpoint = read_json(self._run.weights_endpoint) or {}
@@ -510,9 +541,14 @@ class Coordinator:
             log_event(log, "status.write_failed", problem=str(problem))
 
 
+def _is_node(machine: str) -> bool:
+    return node_of(machine) is not None
+
+
 def _launches_elsewhere(job: Job) -> bool:
     """Return True if machines may outlive this one: a copy of what was launched is then kept elsewhere."""
-    return job.output is not None and not all(isinstance(o, LocalOffer) for o in job.rollout.spot.any_of)
+    are_here = all(isinstance(offer, LocalOffer) for offer in job.rollout.spot.any_of)
+    return job.output is not None and not (are_here and job.trainer.bought_nodes == 0)
 
 
 def _own_machine(job: Job, now: float) -> MachineRecord:

@@ -29,7 +29,7 @@ def core_config(job: Job) -> CoreConfig:
     return CoreConfig(
         max_spot_instances=machines * per_machine,
         instances_per_machine=per_machine,
-        reserved_instances=job.trainer.local_engines,
+        reserved_instances=job.trainer.local_engines * (1 + job.trainer.bought_nodes),
         seeding_initial_s=job.rollout.seeding_initial_s,
         prices=prices_of(job),
         boot_deadline_s=VLLM_BOOT_S if software.vllm else DEFAULT_BOOT_S,

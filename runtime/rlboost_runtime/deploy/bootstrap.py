@@ -10,15 +10,13 @@ from rlboost_runtime.job import Job, LocalOffer
 from rlboost_runtime.protocol.messages import Sampling
 from rlboost_runtime.run.credentials import make_credential
 from rlboost_runtime.run.folder import RunFolder, read_json
-from rlboost_runtime.run.head import url_for
+from rlboost_runtime.run.head import node_address, url_beside, url_for
+from rlboost_runtime.run.reserved import RESERVED_MACHINE, node_of
 from rlboost_runtime.run.security import read_token
-
-RESERVED_MACHINE = "reserved-0"
-"""The reserved node, as status, ledger and agents call it."""
 
 
 def reserved_instances(job: Job) -> tuple[str, ...]:
-    """Return the names of the engines on the trainer's own GPUs."""
+    """Return the names of the engines on the head's GPUs."""
     return instances_of(RESERVED_MACHINE, job.trainer.local_engines)
 
 
@@ -38,22 +36,30 @@ def make_bootstrap(
     endpoint = read_json(run.endpoint)
     if endpoint is None:
         raise NotYet("the coordinator does not listen yet", "ask again once endpoint.json is there")
+    is_head, node = machine == RESERVED_MACHINE, node_of(machine)
     return Bootstrap(
         run=run.name,
         machine=machine,
         pool=str(pool),
         instances=instances,
-        coordinator_url=url_for(endpoint, on_head=pool == Pool.RESERVED),
+        coordinator_url=url_for(endpoint, on_head=is_head) if node is None else url_beside(endpoint),
         token=make_credential(read_token(run), machine),
         certificate=run.certificate.read_text(),
         engine=_engine(job, pool),
         weight_streams=job.weights.streams,
         weight_transfer="auto" if job.weights.transfer == "lora" else job.weights.transfer,
-        weight_store=str(run.weights) if pool == Pool.RESERVED else "",
+        weight_store=str(run.weights) if is_head else "",
         weights_in=job.weights.keep_in,
         weight_bucket=run.place_in(job.weights.bucket) if job.weights.bucket else "",
         weight_peers=job.weights.peers and pool != Pool.RESERVED,
+        trainer_node=() if node is None else _trainer_node(job, run, node[0]),
     )
+
+
+def _trainer_node(job: Job, run: RunFolder, number: int) -> tuple[str, ...]:
+    """Return the arguments of `rlboost_runtime.trainer.node` on node `number`."""
+    trainer = job.trainer
+    return (node_address(trainer), run.name, str(number), str(trainer.nodes), str(trainer.ranks))
 
 
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)

@@ -149,6 +149,8 @@ def _extras_of(job: Job) -> Iterator[str]:
             yield "ssh"
         elif isinstance(offer, CloudOffer):
             yield offer.cloud if offer.via == "direct" else "sky"
+    if job.trainer.bought_nodes:
+        yield (job.trainer.node_offer or job.trainer).cloud
     if job.tracking.tensorboard or job.tracking.wandb is not None:
         yield "track"
 

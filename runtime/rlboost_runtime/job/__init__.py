@@ -44,13 +44,14 @@ from rlboost_runtime.job.task import (
     reward_files,
     reward_parts,
 )
-from rlboost_runtime.job.trainer import BOUGHT_MACHINE, After, Trainer
+from rlboost_runtime.job.trainer import BOUGHT_MACHINE, NODE_PORT, After, Trainer
 
 __all__ = [
     "BOUGHT_MACHINE",
     "BUILT_IN_REWARDS",
     "CHAT_TEMPLATES",
     "IMPORTANCE_CAPS",
+    "NODE_PORT",
     "WITHOUT_RATIO",
     "After",
     "Algorithm",

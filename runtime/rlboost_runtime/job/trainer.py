@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from rlboost_providers.base.traits import cloud_traits, known_clouds
 from rlboost_runtime.job.base import MAX_USD, Host, Model, check_zone
-from rlboost_runtime.job.rollout import DiskTier, num_devices, throughput_problem
+from rlboost_runtime.job.rollout import CloudOffer, DiskTier, num_devices, throughput_problem
 
 OWN_MACHINE = ("hosts", "jump_host", "identity_file", "price_usd_per_hour", "location")
 """Fields of `Trainer` that tell of a machine of the user's own."""
@@ -24,6 +24,8 @@ HEAD_ELSEWHERE = ("hosts", "jump_host", "identity_file", "python", "folder", *BO
 """Fields of `Trainer` that say where a head elsewhere is."""
 HEAD_PORTS = (7410, 7411)
 """Control port and bytes port of a head that is bought: below the range from which Linux takes free ports."""
+NODE_PORT = 7412
+"""Where the nodes of a trainer meet on a head that is bought, on its private address only."""
 _HEAD_CLOUDS = tuple(name for name, traits in known_clouds().items() if traits.can_host_head)
 
 
@@ -115,9 +117,15 @@ class Trainer(Model):
     ranks: int = Field(default=1, ge=1)
     """Processes of a node over which the policy is sharded (FSDP2), one per GPU; started by torchrun."""
     nodes: int = Field(default=1, ge=1)
-    """Machines over which it is sharded; all but the head run rlboost_runtime.trainer.node."""
+    """Machines over which it is sharded, the head is the first. A head that is bought (aws, gcp; direct) buys
+    the others, like itself and in its own zone. On machines of your own you start
+    rlboost_runtime.trainer.node on the others, or say in node_offer what to buy."""
+    node_offer: CloudOffer | None = None
+    """local: what the other nodes are bought from, on demand, for a head of your own in the same private
+    network: an entry as of rollout.spot.any_of, via direct; null: you start them."""
     node_address: str | None = Field(default=None, pattern=r"^[^\s:]+:[0-9]+$")
-    """`HOST:PORT` of the head for the other nodes. Traffic there is not encrypted: use a private network."""
+    """`HOST:PORT` of a head of your own for the other nodes. Traffic there is not encrypted: use a private
+    network."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the trainer's arithmetic; auto: bfloat16 on GPUs, float32 on CPUs. Weights, summed
     gradients and optimizer state stay float32."""
@@ -173,6 +181,11 @@ class Trainer(Model):
         return self.control_port or control, self.bytes_port or served
 
     @property
+    def bought_nodes(self) -> int:
+        """Machines beside the head that are bought to train with it."""
+        return self.nodes - 1 if self.is_bought or self.node_offer is not None else 0
+
+    @property
     def cloud(self) -> str:
         """The first part of `infra`: where a head that is bought is."""
         return self.infra.partition("/")[0]
@@ -189,8 +202,11 @@ class Trainer(Model):
 
     @model_validator(mode="after")
     def _place_is_told(self) -> Self:
-        if self.is_elsewhere and self.nodes > 1:
-            raise ValueError(f"nodes is {self.nodes}, but a head elsewhere is one machine; write 1")
+        if self.infra == "ssh" and self.nodes > 1:
+            raise ValueError(
+                f"nodes is {self.nodes}, but a head by ssh is one machine; write 1, or start RLBoost on the"
+                " head itself, with infra: local"
+            )
         if self.location is not None:
             check_zone(self.location)
         if self.head_ports[0] == self.head_ports[1] != 0:
@@ -219,13 +235,32 @@ class Trainer(Model):
             )
             self._check_seller()
             self._check_capacity()
+            if self.node_offer is not None:
+                raise ValueError(
+                    f"node_offer is for infra: local, but infra is {self.infra}, whose nodes are like the"
+                    " head; remove it"
+                )
+            self._check_nodes(self.via)
         elif self.is_elsewhere:
             if not self.hosts:
                 raise ValueError(f"hosts is missing, but infra is {self.infra}; add hosts: [ME@MACHINE]")
             self._refuse(BOUGHT_MACHINE, "a head that is bought", "aws/REGION")
         else:
-            self._refuse(BOUGHT_MACHINE, "a head that is bought", "aws/REGION")
-            self._refuse(HEAD_ELSEWHERE, "a head elsewhere", "ssh")
+            sold = () if self.node_offer is None else ("reservation", "flex_start_hours")
+            self._refuse(
+                tuple(name for name in BOUGHT_MACHINE if name not in sold),
+                "a head that is bought",
+                "aws/REGION",
+            )
+            self._refuse(
+                tuple(name for name in HEAD_ELSEWHERE if name not in sold), "a head elsewhere", "ssh"
+            )
+            if self.node_offer is not None:
+                if self.nodes == 1:
+                    raise ValueError(
+                        "node_offer is for nodes beside the head, but nodes is 1; write nodes: 2"
+                    )
+                self._check_nodes(self.node_offer.via)
         return self
 
     def _check_seller(self) -> None:
@@ -274,6 +309,22 @@ class Trainer(Model):
         if self.flex_start_hours is not None and not traits.has_flex_start:
             raise ValueError(f"flex_start_hours is not asked for in {self.cloud}; remove it")
 
+    def _check_nodes(self, via: str) -> None:
+        if self.node_address is not None:
+            raise ValueError(
+                "node_address is for nodes that you start; those that are bought find the head: remove it"
+            )
+        if self.nodes > 1 and via != "direct":
+            raise ValueError(
+                f"nodes is {self.nodes}, which are bought via: direct only: SkyPilot puts each cluster where"
+                " it finds capacity, not beside the head"
+            )
+        if self.nodes > 1 and self.local_engines == 0:
+            raise ValueError(
+                f"nodes is {self.nodes}, but local_engines is 0: a node's engines are how the head knows"
+                " that it lives; write at least 1"
+            )
+
     def _refuse(self, names: tuple[str, ...], what_for: str, infra: str) -> None:
         for name in names:
             if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True):
@@ -283,7 +334,8 @@ class Trainer(Model):
 
     @model_validator(mode="after")
     def _nodes_can_meet(self) -> Self:
-        if self.nodes > 1 and self.node_address is None:
+        is_told = self.node_address is not None or self.node_offer is not None
+        if self.infra == "local" and self.nodes > 1 and not is_told:
             raise ValueError(
                 f"nodes is {self.nodes}, but there is no node_address; write HOST:PORT of the head"
             )

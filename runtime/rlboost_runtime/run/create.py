@@ -34,7 +34,7 @@ from rlboost_runtime.job import Job, data_files, data_sources, reward_files, sou
 from rlboost_runtime.run.checkpoints import ForkPoint
 from rlboost_runtime.run.engine_python import find_engine_python
 from rlboost_runtime.run.folder import RunFolder, locked, read_json, write_json
-from rlboost_runtime.run.head import HeadAddress, keep_place, write_address
+from rlboost_runtime.run.head import address_of_head, keep_place, write_address
 from rlboost_runtime.run.index import is_open
 from rlboost_runtime.run.resolved import read_resolved, write_resolved
 from rlboost_runtime.run.security import create_secrets
@@ -359,8 +359,8 @@ def _fill(draft: RunFolder, job_file: Path, job: Job) -> None:
     if job.trainer.is_elsewhere:
         keep_place(draft, job)  # the rest is made there
         return
-    if job.trainer.address is not None:
-        write_address(draft, HeadAddress(job.trainer.address, *job.trainer.head_ports))
+    if (address := address_of_head(job.trainer)) is not None:
+        write_address(draft, address)
     create_secrets(draft)
 
 

@@ -60,6 +60,7 @@ table.
     rentals.json      the machines that were bought for that head           CLI
     output.json       what of the run was copied to the job's `output`      trainer
     safe.json         all of the ended run is at the job's `output`         supervisor
+    trainer_nodes.json  {"joined"}: the trainer's further nodes that are there           coordinator
     cloud/            what providers keep of their machines, the local market's state; bought.json: the offer
                       that each machine was bought as                       providers, coordinator
 
@@ -152,6 +153,8 @@ class RunFolder:
     dashboard = _Place("dashboard.json")
     tokenizer = _Place("tokenizer")
     reserved = _Place("reserved")
+    trainer_nodes = _Place("trainer_nodes.json")
+    """The trainer's further nodes that are there; absent where it has none."""
     wanted = _Place("wanted.json")
     """What the supervisor is to run; absent means everything but the trainer."""
     status = _Place("status.json")

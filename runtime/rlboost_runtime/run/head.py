@@ -11,12 +11,13 @@ may not lead back in.
 
 from __future__ import annotations
 
+import socket
 from dataclasses import asdict, dataclass
 
 import msgspec
 
 from rlboost_runtime.errors import RuntimeFault
-from rlboost_runtime.job import Job
+from rlboost_runtime.job import NODE_PORT, Job, Trainer
 from rlboost_runtime.run.folder import RunFolder, read_json, write_atomically, write_json
 
 
@@ -73,6 +74,13 @@ class HeadAddress(msgspec.Struct, frozen=True):
     bytes_port: int = 0
 
 
+def address_of_head(trainer: Trainer) -> HeadAddress | None:
+    """Return where other machines reach this head: at `trainer.address`, or in its own network where only its
+    trainer's further nodes are to come; None: none are."""
+    host = trainer.address or (None if trainer.node_offer is None else private_address())
+    return None if host is None else HeadAddress(host, *trainer.head_ports)
+
+
 def read_address(run: RunFolder) -> HeadAddress | None:
     """Return where other machines reach the run's head; None: nowhere."""
     try:
@@ -95,6 +103,26 @@ def endpoint(port: int, address: HeadAddress | None) -> dict[str, str]:
     """Return an endpoint file: `url` for processes of the head, `public_url` for other machines."""
     urls = {"url": f"https://{LOOPBACK}:{port}"}
     return urls if address is None else {**urls, "public_url": f"https://{address.host}:{port}"}
+
+
+def private_address() -> str:
+    """Return this machine's address in its own network: the one from which it dials out. Sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # TEST-NET-1: asks the kernel for the route
+        except OSError:  # there is none
+            return LOOPBACK
+        return str(probe.getsockname()[0])
+
+
+def node_address(trainer: Trainer) -> str:
+    """Return HOST:PORT of this head, where the trainer's nodes meet."""
+    return trainer.node_address or f"{private_address()}:{NODE_PORT}"
+
+
+def url_beside(endpoint: dict[str, str]) -> str:
+    """Return the address for machines in the head's own network: its public one would cost egress."""
+    return f"https://{private_address()}:{endpoint['url'].rpartition(':')[2]}"
 
 
 def url_for(endpoint: dict[str, str], *, on_head: bool) -> str:

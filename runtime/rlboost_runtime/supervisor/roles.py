@@ -11,9 +11,10 @@ from pathlib import Path
 from rlboost_providers.registry import has_market
 from rlboost_runtime.agent.bootstrap import write_bootstrap
 from rlboost_runtime.core.base.messages import Pool
-from rlboost_runtime.deploy.bootstrap import RESERVED_MACHINE, make_bootstrap, reserved_instances
+from rlboost_runtime.deploy.bootstrap import make_bootstrap, reserved_instances
 from rlboost_runtime.job import Job
 from rlboost_runtime.run.folder import RunFolder, read_json
+from rlboost_runtime.run.reserved import RESERVED_MACHINE
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +71,17 @@ def roles_of(job: Job, run: RunFolder) -> list[Role]:
         _python("rlboost_runtime.trainer", str(run.path))
         if script is None
         else (sys.executable, str(run.files / script)),
-        may_start=lambda: bool((read_json(run.wanted) or {}).get("train")),
+        may_start=lambda: bool((read_json(run.wanted) or {}).get("train")) and _nodes_are_there(job, run),
         progress=lambda: _num_lines(run.metrics),
         measures_progress=True,
     )
     return [*(replace(role, progress=shared) for role in roles), trainer]
+
+
+def _nodes_are_there(job: Job, run: RunFolder) -> bool:
+    """Return True if all further nodes that are bought for the trainer have dialled in."""
+    joined = (read_json(run.trainer_nodes) or {}).get("joined", ())
+    return len(joined) >= job.trainer.bought_nodes
 
 
 def _run_progress(run: RunFolder) -> int:

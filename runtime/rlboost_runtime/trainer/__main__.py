@@ -25,6 +25,7 @@ from rlboost_runtime.fit.shape import shape_of_config
 from rlboost_runtime.job import Job, TinyModel, num_devices
 from rlboost_runtime.run.checkpoints import ancestors_of, saved_steps, step_folder
 from rlboost_runtime.run.folder import RunFolder
+from rlboost_runtime.run.head import node_address
 from rlboost_runtime.run.resolved import read_resolved
 from rlboost_runtime.trainer.artifacts import checkpoint
 from rlboost_runtime.trainer.data.chat import PromptEncoder
@@ -46,6 +47,7 @@ from rlboost_runtime.trainer.node import (
     is_rank,
     run_ranks,
     use_growing_segments,
+    watch_nodes,
 )
 from rlboost_runtime.trainer.rewards.outcome import RewardWatch
 from rlboost_runtime.trainer.rewards.scorer import RewardCall, RewardScorer
@@ -74,7 +76,10 @@ def main(arguments: list[str]) -> int:
     if job.trainer.ranks * job.trainer.nodes == 1:
         return lead(run, ALONE)
     if not is_rank():
-        place = TrainerNode(job.trainer.ranks, job.trainer.nodes, 0, job.trainer.node_address)
+        address = node_address(job.trainer) if job.trainer.nodes > 1 else None
+        place = TrainerNode(job.trainer.ranks, job.trainer.nodes, 0, address)
+        if job.trainer.bought_nodes:
+            watch_nodes(run)
         command = ["-m", "rlboost_runtime.trainer", *arguments]
         return run_ranks(run.name, command, place, (EXIT_CANNOT_GO_ON,))
     die_with_launcher()

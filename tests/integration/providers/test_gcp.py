@@ -399,6 +399,24 @@ except Exception as error:
     assert "pip install 'rlboost[gcp]'" in done.stdout
 
 
+def test_the_nodes_of_a_trainer_have_a_tag_that_a_rule_lets_in_one_another_by(gce):
+    head = replace(POOL, spot=False, meets_nodes=True)
+    node = replace(head, is_for_trainer=True)
+    provider = GcpProvider([head, node, POOL], OWNER, clients=lambda: gce.clients)
+    offers = {(offer.spot, offer.is_for_trainer): offer for offer in provider.offers()}
+    told = replace(
+        request(provider), offer=offers[False, False], run=head_of(RUN), head_script="#!/bin/bash\n"
+    )
+    provider.launch(told)
+    for machine, offer in (("reserved-1", offers[False, True]), ("spot-0", offers[True, False])):
+        provider.launch(replace(request(provider, machine), offer=offer))
+    assert [instance["tags"]["items"] for instance in gce.living()] == [
+        ["rlboost-head", "rlboost-trainer"],
+        ["rlboost-worker", "rlboost-trainer"],
+        ["rlboost-worker"],
+    ]
+
+
 def test_a_head_is_known_by_its_own_tag_and_run_and_its_end_is_read_from_the_operations(gce):
     pool = replace(POOL, spot=False, service_account="head@project.iam")
     provider = GcpProvider([pool], OWNER, clients=lambda: gce.clients)

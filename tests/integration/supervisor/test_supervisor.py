@@ -19,10 +19,10 @@ import pytest
 
 from rlboost_runtime.billing.launch_records import MachineRecord
 from rlboost_runtime.billing.ledger import Ledger
-from rlboost_runtime.deploy.bootstrap import RESERVED_MACHINE
 from rlboost_runtime.job import Job, ReasoningGym, TinyModel
 from rlboost_runtime.processes import kill_tagged, tagged
 from rlboost_runtime.run.folder import RunFolder, read_json, write_json
+from rlboost_runtime.run.reserved import RESERVED_MACHINE
 from rlboost_runtime.run.security import create_secrets, read_token
 from rlboost_runtime.supervisor import watched
 from rlboost_runtime.supervisor.roles import Role

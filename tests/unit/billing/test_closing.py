@@ -12,8 +12,8 @@ from rlboost_providers.base.provider import MachineStatus, MachineView
 from rlboost_runtime.billing.books import close_books, report_of
 from rlboost_runtime.billing.launch_records import MachineRecord
 from rlboost_runtime.billing.ledger import Ledger
-from rlboost_runtime.deploy.bootstrap import RESERVED_MACHINE
 from rlboost_runtime.run.folder import RunFolder, write_json
+from rlboost_runtime.run.reserved import RESERVED_MACHINE
 
 NOW = time.time()
 

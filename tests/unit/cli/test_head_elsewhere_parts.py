@@ -87,6 +87,44 @@ def test_a_head_must_have_the_gpus_that_it_was_bought_with(here: RunFolder) -> N
     assert deployment.on_its_head(given, Head(here)).trainer.accelerators == "H100:8"
 
 
+def bought_in(run: RunFolder, zone: str) -> None:
+    head = HeadMachine(
+        machine="head-1",
+        provider="aws",
+        zone=zone,
+        accelerator="H100:8",
+        price_micro_usd_per_hour=98_000_000,
+        price_source="a list",
+        intended_at=0.0,
+        launched_at=1.0,
+    )
+    write_json(run.head_machines, [asdict(head)])
+
+
+@pytest.mark.parametrize("zone", ["us-east-1b", "aws/us-east-1/us-east-1b"])
+def test_what_a_bought_head_sends_is_billed_as_from_its_cloud(here: RunFolder, zone: str) -> None:
+    bought_in(here, zone)
+    given = job(trainer={"infra": "aws/us-east-1", "accelerators": "H100:8"}, after={"done": "stay"})
+    mine = deployment.on_its_head(given, Head(here))
+    assert mine.trainer.location == "aws/us-east-1"
+    assert mine.trainer.node_offer is None
+
+
+@pytest.mark.parametrize("zone", ["us-east-1b", "aws/us-east-1/us-east-1b"])
+def test_a_bought_head_buys_the_other_nodes_like_itself_and_in_its_zone(here: RunFolder, zone: str) -> None:
+    bought_in(here, zone)
+    trainer = {"infra": "aws/us-east-1", "accelerators": "H100:8", "nodes": 3, "reservation": "cr-0123456789"}
+    given = job(trainer=trainer, after={"done": "stay"})
+    mine = deployment.on_its_head(given, Head(here))
+    assert (mine.trainer.bought_nodes, mine.trainer.reservation) == (2, "cr-0123456789")
+    assert mine.trainer.node_offer is not None
+    assert mine.trainer.node_offer.infra == "aws/us-east-1/us-east-1b"
+    assert mine.trainer.node_offer.accelerators == "H100:8"
+    written = here.path / "far.head.yaml"
+    written.write_text(mine.model_dump_json(exclude_defaults=True))
+    assert load_job(written).trainer.node_offer == mine.trainer.node_offer
+
+
 def test_machines_elsewhere_reach_the_head_where_we_do_unless_an_address_is_given(here: RunFolder) -> None:
     write_json(here.head, {"host": "me@gpu-1.example.org:2222"})
     cloud = {"spot": {"any_of": [{"infra": "aws/us-east-1", "accelerators": "L4:1"}]}}

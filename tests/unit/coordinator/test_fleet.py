@@ -26,6 +26,7 @@ from rlboost_runtime.coordinator.fleet import controller as fleet_module
 from rlboost_runtime.coordinator.fleet import offer_choice
 from rlboost_runtime.coordinator.fleet.controller import FleetController, MachineMaker
 from rlboost_runtime.coordinator.fleet.offer_rank import OfferRank
+from rlboost_runtime.coordinator.fleet.reserved_nodes import ReservedNodes
 from rlboost_runtime.coordinator.observers.waste import WasteMeter
 from rlboost_runtime.core.base.messages import (
     Command,
@@ -95,6 +96,7 @@ class Made:
         num_machines: int,
         floor: int = 0,
         job: Job | None = None,
+        num_nodes: int = 0,
     ) -> None:
         self.run = RunFolder(folder)
         self.run.journal.mkdir()
@@ -109,6 +111,7 @@ class Made:
         self.fleet = FleetController(
             self.driver, self.ledger, cloud, maker, clock, cap, on_demand_floor=floor,
             rank=None if job is None else OfferRank(job, lambda: self.driver.core, self.ledger.zone_of),
+            nodes=ReservedNodes(num_nodes),
         )  # fmt: skip
 
     def observe(self, event: Event, commands: Sequence[Command], core: Core) -> None:
@@ -134,8 +137,9 @@ async def fleet_on(
     num_machines: int = 1,
     floor: int = 0,
     job: Job | None = None,
+    num_nodes: int = 0,
 ) -> AsyncIterator[Made]:
-    made = Made(folder, cloud, cap, num_machines, floor, job)
+    made = Made(folder, cloud, cap, num_machines, floor, job, num_nodes)
     made.driver.journal.start(asyncio.get_running_loop())
     serving = asyncio.create_task(made.fleet.serve())
     try:
@@ -180,6 +184,7 @@ async def until(condition: Callable[[], object], timeout_s: float = 5.0) -> None
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet_module, "DESCRIBE_EVERY_S", 0.02)
+    monkeypatch.setattr(fleet_module, "NODES_EVERY_S", 0.02)
     monkeypatch.setattr(core_machines, "TERMINATE_AGAIN_S", 0.1)
 
 

@@ -15,7 +15,7 @@ from rlboost_runtime.billing.ledger import Ledger
 from rlboost_runtime.coordinator.driver.totals import RunTotals
 from rlboost_runtime.coordinator.observers.waste import WasteMeter
 from rlboost_runtime.core.base.messages import Disconnected, LossCause, MachineGone, Pool, StepTrained
-from rlboost_runtime.deploy.bootstrap import RESERVED_MACHINE
+from rlboost_runtime.run.reserved import RESERVED_MACHINE
 
 T0 = 1_800_000_000.0
 

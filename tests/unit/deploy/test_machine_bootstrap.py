@@ -9,7 +9,18 @@ from rlboost_runtime.agent.bootstrap import Bootstrap, read_bootstrap
 from rlboost_runtime.core.base.messages import Pool
 from rlboost_runtime.deploy.bootstrap import instances_of, make_bootstrap
 from rlboost_runtime.errors import NotYet
-from rlboost_runtime.job import Job, LocalOffer, Lora, Market, ReasoningGym, Rollout, Spot, TinyModel, Trainer
+from rlboost_runtime.job import (
+    CloudOffer,
+    Job,
+    LocalOffer,
+    Lora,
+    Market,
+    ReasoningGym,
+    Rollout,
+    Spot,
+    TinyModel,
+    Trainer,
+)
 from rlboost_runtime.run.credentials import make_credential
 from rlboost_runtime.run.folder import RunFolder, write_json
 from rlboost_runtime.run.security import create_secrets, read_token
@@ -73,6 +84,37 @@ def test_engines_make_room_for_adapters_that_come_by_themselves(run, rank, room)
     bootstrap = make_bootstrap(job, run, "spot-3", Pool.SPOT, ("spot-3/0",))
     assert bootstrap.engine.vllm.max_lora_rank == room
     assert bootstrap.weight_transfer == "auto"
+
+
+def test_a_further_node_of_the_trainer_reaches_the_head_in_their_own_network(run, monkeypatch):
+    monkeypatch.setattr("rlboost_runtime.run.head.private_address", lambda: "10.0.0.5")
+    write_json(run.endpoint, {"url": "https://127.0.0.1:7410", "public_url": "https://198.51.100.7:7410"})
+    job = job_with()
+    offer = CloudOffer(infra="aws/us-east-1", accelerators="H100:8", via="direct")
+    job = job.model_copy(update={"trainer": Trainer(nodes=3, ranks=8, node_offer=offer)})
+    told = make_bootstrap(job, run, "reserved-2-4", Pool.RESERVED, ("reserved-2-4/0",))
+    assert told.trainer_node == ("10.0.0.5:7412", "told", "2", "3", "8")
+    assert told.coordinator_url == "https://10.0.0.5:7410"
+    assert told.weight_store == "", "the head's disk is not its own"
+    for machine, pool in (("reserved-0", Pool.RESERVED), ("spot-1", Pool.SPOT)):
+        assert make_bootstrap(job, run, machine, pool, (f"{machine}/0",)).trainer_node == ()
+
+
+def test_a_trainer_starts_once_all_its_nodes_are_there(run):
+    job = job_with()
+    offer = CloudOffer(infra="aws/us-east-1", accelerators="H100:8", via="direct")
+    several = job.model_copy(update={"trainer": Trainer(nodes=3, node_offer=offer)})
+    write_json(run.wanted, {"train": True})
+
+    def may_start(job: Job) -> bool:
+        return next(role for role in roles_of(job, run) if role.name == "trainer").may_start()
+
+    assert may_start(job)
+    assert not may_start(several)
+    write_json(run.trainer_nodes, {"joined": ["reserved-1"]})
+    assert not may_start(several)
+    write_json(run.trainer_nodes, {"joined": ["reserved-1", "reserved-2"]})
+    assert may_start(several)
 
 
 def test_nobody_is_told_anything_before_the_coordinator_listens(run):

@@ -581,8 +581,24 @@ BOUGHT = "trainer: {infra: aws/us-east-1, accelerators: 'H100:8'}\n"
             "4: trainer.via: is for a head that is bought, but infra is local; write infra: aws/REGION, or remove it",
         ),
         (
-            "trainer: {infra: aws/us-east-1, accelerators: 'H100:8', nodes: 2}",
-            "4: trainer.nodes: is 2, but a head elsewhere is one machine; write 1",
+            "trainer: {infra: aws, role: head, accelerators: 'H100:8', via: skypilot, nodes: 2}",
+            "4: trainer.nodes: is 2, which are bought via: direct only: SkyPilot puts each cluster where it finds"
+            " capacity, not beside the head",
+        ),
+        (
+            "trainer: {infra: aws/us-east-1, accelerators: 'H100:8', nodes: 2, local_engines: 0}",
+            "4: trainer.nodes: is 2, but local_engines is 0: a node's engines are how the head knows that it lives;"
+            " write at least 1",
+        ),
+        (
+            "trainer: {infra: aws/us-east-1, accelerators: 'H100:8', nodes: 2, node_address: 'a:1'}",
+            "4: trainer.node_address: is for nodes that you start; those that are bought find the head: remove it",
+        ),
+        (
+            "trainer: {infra: aws/us-east-1, accelerators: 'H100:8', nodes: 2,"
+            " node_offer: {infra: aws/us-east-1, accelerators: 'H100:8'}}",
+            "4: trainer.node_offer: is for infra: local, but infra is aws/us-east-1, whose nodes are like the head;"
+            " remove it",
         ),
         (
             "trainer: {infra: aws/us-east-1, accelerators: 'H100:8', price_usd_per_hour: 9.0}",
@@ -629,6 +645,18 @@ def test_a_bought_head_may_end_itself_where_the_model_is_kept_or_somebody_was_to
 
 
 @pytest.mark.parametrize(
+    "trainer",
+    [
+        "{infra: aws/us-east-1, accelerators: 'H100:8', nodes: 2}",
+        "{infra: gcp/us-central1, accelerators: 'H100:8', nodes: 2}",
+        "{nodes: 2, node_offer: {infra: aws/us-east-1, accelerators: 'H100:8', via: direct}}",
+    ],
+)
+def test_the_nodes_of_a_trainer_are_bought_beside_its_head(check: Check, trainer: str) -> None:
+    assert check(GOOD + f"trainer: {trainer}\noutput: s3://bucket/runs\n") == []
+
+
+@pytest.mark.parametrize(
     "head", ["infra: aws, role: head", "infra: gcp/us-central1", "infra: lambda, allow_unended: true"]
 )
 def test_through_skypilot_a_head_is_bought_where_it_can_end_itself_or_where_that_is_accepted(
@@ -648,7 +676,12 @@ def test_through_skypilot_a_head_is_bought_where_it_can_end_itself_or_where_that
         ),
         (
             "trainer: {infra: ssh, hosts: [me@a], nodes: 2, node_address: 'a:1'}",
-            "trainer.nodes: is 2, but a head elsewhere is one machine; write 1",
+            "trainer.nodes: is 2, but a head by ssh is one machine; write 1, or start RLBoost on the head itself,"
+            " with infra: local",
+        ),
+        (
+            "trainer: {node_offer: {infra: aws/us-east-1, accelerators: 'H100:8', via: direct}}",
+            "trainer.node_offer: is for nodes beside the head, but nodes is 1; write nodes: 2",
         ),
         (
             "requirements: [sympy]",

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from rlboost_runtime.coordinator.links.server import bind
+from rlboost_runtime.job import CloudOffer, Trainer
+from rlboost_runtime.run import head
 from rlboost_runtime.run.folder import RunFolder, read_json
-from rlboost_runtime.run.head import HeadAddress, url_for, write_address
+from rlboost_runtime.run.head import HeadAddress, address_of_head, url_for, write_address
 from rlboost_runtime.weights.serve.server import bind as bind_weights
 
 
@@ -53,3 +55,15 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def test_a_head_is_reached_where_its_job_says_or_in_its_own_network_by_nodes_that_it_buys(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(head, "private_address", lambda: "10.0.0.5")
+    offer = CloudOffer(infra="aws/us-east-1", accelerators="H100:8", via="direct")
+    assert address_of_head(Trainer()) is None
+    assert address_of_head(Trainer(address="gpu-1")) == HeadAddress("gpu-1")
+    assert address_of_head(Trainer(nodes=2, node_offer=offer)) == HeadAddress("10.0.0.5")
+    named = Trainer(nodes=2, node_offer=offer, address="gpu-1", control_port=7410, bytes_port=7411)
+    assert address_of_head(named) == HeadAddress("gpu-1", 7410, 7411)

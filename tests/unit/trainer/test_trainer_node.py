@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 
+from rlboost_runtime.run.folder import RunFolder, write_json
 from rlboost_runtime.trainer import node
 from rlboost_runtime.trainer import node as launch
 
@@ -74,3 +78,22 @@ def test_the_allocator_of_a_gpu_grows_its_segments_unless_the_user_says_otherwis
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512")
     node.use_growing_segments()
     assert "PYTORCH_ALLOC_CONF" not in os.environ
+
+
+def test_the_heads_trainer_ends_without_an_error_when_the_set_of_nodes_changes(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    write_json(run.trainer_nodes, {"joined": ["reserved-1"]})
+    program = (
+        "import sys, time, pathlib; from rlboost_runtime.run.folder import RunFolder;"
+        "from rlboost_runtime.trainer.node import watch_nodes;"
+        "watch_nodes(RunFolder(pathlib.Path(sys.argv[1]))); print('watching', flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    ) as watching:
+        assert watching.stdout is not None
+        assert watching.stdout.readline() == "watching\n"
+        with pytest.raises(subprocess.TimeoutExpired):
+            watching.wait(2)
+        write_json(run.trainer_nodes, {"joined": []})
+        assert watching.wait(10) == 0

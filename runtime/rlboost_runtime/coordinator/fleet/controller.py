@@ -1,4 +1,5 @@
-"""The fleet controller: machines that the core wants, launched and ended at a provider, and their bills.
+"""The fleet controller: machines that the core wants, launched and ended at a provider, and their bills; also
+the trainer's further nodes, which are no matter of the core (`ReservedNodes`).
 
 Guarantees:
 
@@ -8,7 +9,7 @@ Guarantees:
 - a machine that a former coordinator launched is not taken for gone before its cloud's lists would show it;
 - a machine that the provider started is billed from then on, even if its launch was never confirmed, and at a
   changed price from the list on that reported it;
-- a machine that the provider has and the core does not want is ended;
+- a machine that the provider has and that is neither wanted by the core nor a node of the trainer is ended;
 - at the run's end, a cloud in which no launch was ever intended is not asked;
 - no launch brings what an hour costs above the cap, or what is committed above the budget;
 - a place that had nothing is left alone for a while (`offer_choice`), and the next one is asked at once;
@@ -21,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rlboost_providers.base.multi import narrowed
@@ -43,15 +44,16 @@ from rlboost_runtime.coordinator.driver.core_driver import CoreDriver
 from rlboost_runtime.coordinator.fleet.offer_choice import ELSEWHERE_S, OfferChoice, problem_of
 from rlboost_runtime.coordinator.fleet.offer_rank import OfferRank
 from rlboost_runtime.coordinator.fleet.provider_calls import ProviderThreads, keep_console
+from rlboost_runtime.coordinator.fleet.reserved_nodes import ReservedNodes
 from rlboost_runtime.core.base.messages import (
     LaunchFailed,
     LaunchMachine,
     MachineGone,
     MachineLaunched,
+    Pool,
     TerminateMachine,
 )
 from rlboost_runtime.core.base.token_cost import MachineKind
-from rlboost_runtime.deploy.bootstrap import RESERVED_MACHINE
 from rlboost_runtime.errors import (
     ConfigError,
     NoCapacity,
@@ -63,10 +65,13 @@ from rlboost_runtime.errors import (
 )
 from rlboost_runtime.logs import event as log_event
 from rlboost_runtime.money import format_usd
+from rlboost_runtime.run.reserved import RESERVED_MACHINE, is_reserved
 from rlboost_runtime.seams import Clock
 
 log = logging.getLogger(__name__)
 
+NODES_EVERY_S = 1.0
+"""How often the trainer's further nodes are looked after."""
 DESCRIBE_EVERY_S = 1.0
 """How often the provider is asked what exists; bounds how late a vanished machine stops being billed."""
 CALL_TIMEOUT_S = 120.0
@@ -133,12 +138,14 @@ class FleetController:
         bought: LaunchRecords | None = None,
         tell_intent: Callable[[], object] | None = None,
         rank: OfferRank | None = None,
+        nodes: ReservedNodes | None = None,
     ) -> None:
         """`room_micro_usd` returns what of the budget is neither spent nor committed; None: no budget.
 
         `tell_intent` copies what was bought to another machine; it may block for seconds and raises nothing.
         `rank`: which offer comes first; None: the one with the lowest price.
         `on_demand_floor`: below so many machines, one is bought on demand while there is no spot capacity.
+        `nodes`: further nodes of the trainer; None: it has none.
         """
         self._state = state
         self._ledger = ledger
@@ -149,6 +156,7 @@ class FleetController:
         self._room = room_micro_usd
         self._floor = on_demand_floor
         self._rank = rank
+        self._nodes = ReservedNodes(0) if nodes is None else nodes
         self._choice = OfferChoice() if rank is None else OfferChoice(rank.usd_per_token)
         self._threads = ProviderThreads()
         self._is_closed = False
@@ -174,6 +182,7 @@ class FleetController:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._watch())
+                tasks.create_task(self._keep_nodes())
                 while True:
                     command = await self._commands.get()
                     if command.machine in self._busy:
@@ -182,6 +191,18 @@ class FleetController:
                     tasks.create_task(self._run(command))
         finally:
             self._threads.close()
+
+    async def _keep_nodes(self) -> None:
+        while not self._is_closed:
+            instances = self._state.core.instances.values()
+            connected = {each.machine for each in instances if each.is_connected}
+            for command in self._nodes.due(self._clock.now(), connected):
+                self.carry_out(command)
+            await self._clock.sleep(NODES_EVERY_S)
+
+    def joined_nodes(self) -> list[str]:
+        """Return the machines of the trainer's further nodes that are there, in the nodes' order."""
+        return self._nodes.there(self._clock.now())
 
     def close(self) -> None:
         """Launch nothing any more; launches under way go on."""
@@ -306,7 +327,10 @@ class FleetController:
         if not self._is_closed:  # else it is on its way out already
             self._ledger.note(self._clock.wall(), "launched", f"{machine} launched in {offer.zone}")
         log_event(log, "machine.launched", machine=machine, zone=view.zone or offer.zone)
-        state.apply(MachineLaunched(state.now(), machine, self._kind_of(machine)))
+        if machine in self._nodes:
+            self._nodes.came(machine, self._clock.now())
+        else:
+            state.apply(MachineLaunched(state.now(), machine, self._kind_of(machine)))
 
     def _kind_of(self, machine: str) -> MachineKind | None:
         offer = self._bought.get(machine)
@@ -336,25 +360,33 @@ class FleetController:
     def _launch_failed(self, machine: str, error: RLBoostError | OSError, retry_after_s: float) -> None:
         problem = problem_of(error)
         log_event(log, "machine.launch_failed", machine=machine, problem=problem)
+        if machine in self._nodes:
+            next_at = self._clock.now() + max(retry_after_s, RETRY_ERROR_S)
+            if self._nodes.failed(machine, next_at, problem):
+                self._ledger.note(self._clock.wall(), "node", f"cannot launch {machine}: {problem}; retrying")
+            return
         self._state.apply(LaunchFailed(self._state.now(), machine, problem, retry_after_s))
 
     def _choose(self, machine: str, offers: list[Offer]) -> Offer:
-        """Return the pool's open offer that ranks first; without one, the floor's where machines are few.
+        """Return the pool's open offer that ranks first; without one, the floor's where machines are few. A
+        node of the trainer has offers of its own.
 
         Raises `NoCapacity`.
         """
         now = self._clock.now()
+        if machine in self._nodes:
+            return self._choice.cheapest([offer for offer in offers if offer.is_for_trainer], now)
         try:
             return self._choice.cheapest([offer for offer in offers if offer.is_of_pool], now)
         except NoCapacity:
-            on_demand = [offer for offer in offers if not offer.is_of_pool]
+            on_demand = [offer for offer in offers if not offer.is_of_pool and not offer.is_for_trainer]
             if not on_demand or self._num_there_but(machine) >= self._floor:
                 raise
             return self._choice.cheapest(on_demand, now)
 
     def _num_there_but(self, machine: str) -> int:
         """Count the other machines that are there, or asked for on demand: a spot one may be refused yet."""
-        others = self._open_machines() - {machine}
+        others = {name for name in self._open_machines() - {machine} if not is_reserved(name)}
         bought = {name: offer for name in others if (offer := self._bought.get(name)) is not None}
         coming = {name for name, offer in bought.items() if not offer.is_of_pool}
         return len(others & self._ledger.running_machines() | coming)
@@ -387,14 +419,16 @@ class FleetController:
                     "raise budget.max_usd",
                 )
         self._bought.add(machine, offer)
-        self._ledger.intend(MachineRecord.of(machine, offer, self._clock.wall()))
+        record = MachineRecord.of(machine, offer, self._clock.wall())
+        self._ledger.intend(replace(record, pool=Pool.RESERVED) if offer.is_for_trainer else record)
         if offer.egress_micro_usd_per_gb:
             self._ledger.set_egress_price(machine, offer.egress_micro_usd_per_gb)
 
     async def _terminate(self, machine: str, reason: str) -> None:
         log_event(log, "machine.terminating", machine=machine, reason=reason)
         known, logs = self._state.core.machines.get(machine), self._maker.logs
-        if logs is not None and known is not None and known.was_accepted and not known.has_joined:
+        never_joined = known is not None and known.was_accepted and not known.has_joined
+        if logs is not None and (never_joined or machine in self._nodes):
             await self._keep_console(machine, logs / machine)
         try:
             await self._threads.call(lambda: self._provider.terminate(self._maker.run, machine))
@@ -448,8 +482,8 @@ class FleetController:
 
     def _look(self) -> _Look:
         machines = self._state.core.machines.values()
-        settleable = {m.machine for m in machines if m.is_launched and m.machine not in self._busy}
-        return _Look(self._clock.now(), settleable)
+        launched = {m.machine for m in machines if m.is_launched} | {*self._nodes.launched}
+        return _Look(self._clock.now(), launched - self._busy)
 
     def _settle(self, found: _Listed, look: _Look) -> None:
         """Bring core and books in line with what the provider lists; `look` is of before it was asked."""
@@ -472,11 +506,19 @@ class FleetController:
                 continue
             if name in is_open:
                 self._ledger.ended(name, ended_at)
+            if name in self._nodes:
+                self._node_gone(name)
+                continue
             known = self._state.core.machines.get(name)
             if known is not None and known.is_alive:
                 log_event(log, "machine.gone", machine=name)
                 self._state.apply(MachineGone(self._state.now(), name))
         self._settle_doubts(unbilled - listed, look.at, found.silent)
+
+    def _node_gone(self, machine: str) -> None:
+        log_event(log, "machine.gone", machine=machine)
+        self._ledger.note(self._clock.wall(), "node", f"{machine} is gone; launching another")
+        self._nodes.gone(machine)
 
     def _settle_prices(self, views: Sequence[MachineView]) -> None:
         """Bill machines at the present prices of the clouds that report them."""
@@ -495,7 +537,8 @@ class FleetController:
         core = self._state.core.machines
         before, self._doubtful = self._doubtful, {}
         for name in self._open_machines() & unlisted - self._coming:
-            if name in core and core[name].is_alive:
+            is_repeated = name in self._nodes and not self._is_closed
+            if (name in core and core[name].is_alive) or is_repeated:
                 continue
             since, problem = before.get(name, (asked_at, "the outcome of its launch is unknown"))
             offer = self._bought.get(name)
@@ -510,6 +553,10 @@ class FleetController:
         is_there = view.state is not MachineStatus.GONE
         if view.machine in unbilled and view.started_at is not None:
             self._note_launch(view)
+        if view.machine in self._nodes:
+            if is_there:
+                self._nodes.came(view.machine, self._clock.now())
+            return
         known = self._state.core.machines.get(view.machine)
         if known is None:
             if is_there:
@@ -548,7 +595,7 @@ class FleetController:
         return bool(clouds) and (offer is None or offer.provider in clouds)
 
     def _open_machines(self) -> set[str]:
-        """Return the spot machines that the ledger has open."""
+        """Return the machines but the head that the ledger has open."""
         return set(self._ledger.open_machines()) - {RESERVED_MACHINE}
 
     def _end_unlisted(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 from rlboost_runtime.coordinator.driver.core_driver import CoreDriver
@@ -45,7 +45,8 @@ from rlboost_runtime.errors import ProtocolError
 from rlboost_runtime.logs import event as log_event
 from rlboost_runtime.protocol import messages as wire
 from rlboost_runtime.protocol.session import accept
-from rlboost_runtime.run.head import url_for
+from rlboost_runtime.run.head import url_beside, url_for
+from rlboost_runtime.run.reserved import RESERVED_MACHINE, node_of
 from rlboost_runtime.seams import Transport
 
 log = logging.getLogger(__name__)
@@ -252,7 +253,7 @@ class AgentLinks:
         boot_times: BootTimes,
         stats: InstanceStats,
         timing: Timing,
-        reserved_machines: frozenset[str],
+        reserved_machines: Container[str],
     ) -> None:
         """`stats` and `boot_times` must observe the core and the tokens respectively."""
         self._driver = driver
@@ -394,7 +395,9 @@ class AgentLinks:
     def _weights_url(self, hello: wire.AgentHello) -> str:
         if not self.weights_endpoint:
             return ""
-        return url_for(self.weights_endpoint, on_head=hello.machine in self._reserved)
+        if node_of(hello.machine) is not None:
+            return url_beside(self.weights_endpoint)
+        return url_for(self.weights_endpoint, on_head=hello.machine == RESERVED_MACHINE)
 
     async def _read(self, link: AgentLink, transport: Transport) -> None:
         while not link.closed:

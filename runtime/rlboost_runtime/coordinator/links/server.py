@@ -45,10 +45,11 @@ class Handlers:
     preempt: Callable[[str, float | None], Awaitable[None]]
     stop: Callable[[str, str, str, int | None], None]
     """State, problem, remedy, and the exit code where it is not that of the state."""
-    runtime: Callable[[], Awaitable[bytes]]
-    """Returns what a machine that has only dialled out installs: a tar file."""
-    wheels: Callable[[str], Awaitable[dict[str, Any] | None]]
-    """Returns where and what the packages of a list are; None: not yet. Raises `RuntimeFault`: never."""
+    runtime: Callable[[str], Awaitable[bytes]]
+    """Returns what the machine, which has only dialled out, installs: a tar file."""
+    wheels: Callable[[str, str], Awaitable[dict[str, Any] | None]]
+    """Returns where and what the packages of the machine's list of that name are; None: not yet. Raises
+    `RuntimeFault`: never."""
     is_live: Callable[[str], bool]
     """True for a machine of this run that may still exist and is not revoked."""
 
@@ -95,10 +96,12 @@ def make_app(handlers: Handlers, token: str) -> FastAPI:
         allowed = holder == RUN or (for_agents and holder is not None and handlers.is_live(holder))
         return 401 if holder is None else 200 if allowed else 403, holder or None
 
-    def demand(request: Request, *, for_agents: bool = False) -> None:
-        status, _ = judge(request.headers.get("authorization"), for_agents)
+    def demand(request: Request, *, for_agents: bool = False) -> str:
+        """Return the machine whose credential it is; empty: the run's own token."""
+        status, machine = judge(request.headers.get("authorization"), for_agents)
         if status != 200:
             raise HTTPException(status, DENIED)
+        return machine or ""
 
     @app.websocket("/v1/agent")
     async def agent(websocket: WebSocket) -> None:
@@ -127,14 +130,14 @@ def make_app(handlers: Handlers, token: str) -> FastAPI:
 
     @app.get("/v1/runtime")
     async def runtime(request: Request) -> Response:
-        demand(request, for_agents=True)
-        return Response(await handlers.runtime(), media_type="application/x-tar")
+        machine = demand(request, for_agents=True)
+        return Response(await handlers.runtime(machine), media_type="application/x-tar")
 
     @app.get("/v1/wheels/{name}")
     async def wheels(name: str, request: Request) -> Response:
-        demand(request, for_agents=True)
+        machine = demand(request, for_agents=True)
         try:
-            found = await handlers.wheels(name)
+            found = await handlers.wheels(machine, name)
         except RuntimeFault as error:
             raise HTTPException(404, _words(error)) from error
         return JSONResponse(found or {}, 202 if found is None else 200)

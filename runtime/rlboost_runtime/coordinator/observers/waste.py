@@ -52,7 +52,6 @@ from rlboost_runtime.core.base.messages import (
     LeaseReturned,
     MachineGone,
     MachineLaunched,
-    Pool,
     RecallLease,
     Released,
     StepStarted,
@@ -62,8 +61,8 @@ from rlboost_runtime.core.base.messages import (
 from rlboost_runtime.core.core import Core
 from rlboost_runtime.core.lease_controller import LeaseState
 from rlboost_runtime.core.state.instances import Instance
-from rlboost_runtime.deploy.bootstrap import RESERVED_MACHINE
 from rlboost_runtime.logs import event as log_event
+from rlboost_runtime.run.reserved import RESERVED_MACHINE, is_reserved
 
 log = logging.getLogger(__name__)
 
@@ -102,8 +101,8 @@ class WasteMeter:
         totals: RunTotals,
         engines_on: Callable[[str], int] | None = None,
     ) -> None:
-        """`engines_on`: how many engines share a spot machine; None: as many as the core counts with."""
-        self._engines_on = engines_on or (lambda _: core.config.instances_per_machine)
+        """`engines_on`: how many engines share a machine; None: as many as the core counts with."""
+        self._engines_on = engines_on or self._configured_engines
         self._ledger = ledger
         self._core = core
         self._totals = totals
@@ -157,7 +156,8 @@ class WasteMeter:
             case StepTrained(wait_s=wait_s):
                 self._begin_stepping(event.at)
                 self.advance(event.at)
-                self._claims[WasteKind.IDLE, RESERVED_MACHINE] += wait_s
+                for machine in filter(is_reserved, self._ledger.running_machines()):
+                    self._claims[WasteKind.IDLE, machine] += wait_s
             case InstanceReady(instance=name):
                 self._serve(name, event.at)
             case MachineLaunched() | MachineGone() | LeaseReturned() | TrainerLost():
@@ -194,9 +194,7 @@ class WasteMeter:
 
     def _claim(self, kind: WasteKind, holder: Instance, seconds: float) -> None:
         """Claim an instance's time; those of a machine share it equally."""
-        is_spot = holder.pool is Pool.SPOT
-        num = self._engines_on(holder.machine) if is_spot else self._core.config.reserved_instances
-        self._claims[kind, holder.machine] += max(0.0, seconds) / max(1, num)
+        self._claims[kind, holder.machine] += max(0.0, seconds) / max(1, self._engines_on(holder.machine))
 
     def _end(self, response: int | None) -> None:
         attempt = None if response is None else self._attempts.pop(response, None)
@@ -271,9 +269,11 @@ class WasteMeter:
         self._doing = {
             name: self._reserved(on_machine[name])
             if name == RESERVED_MACHINE
+            else self._node(on_machine[name])
+            if is_reserved(name)
             else self._spot(name, on_machine[name])
             for name in running
-            if name == RESERVED_MACHINE or name in core.machines
+            if is_reserved(name) or name in core.machines
         }
         self._has_served &= running
 
@@ -289,6 +289,14 @@ class WasteMeter:
             return Doing.BOOTING
         trains = self._core.lease in (LeaseState.TRAINER, LeaseState.RECALLING)
         return Doing.WORKING if trains or any(i.num_assigned for i in instances) else Doing.IDLING
+
+    def _node(self, instances: Sequence[Instance]) -> Doing:
+        """Return what a further node of the trainer does: until its engines are there, it boots."""
+        return self._reserved(instances) if instances else Doing.BOOTING
+
+    def _configured_engines(self, machine: str) -> int:
+        config = self._core.config
+        return config.reserved_instances if is_reserved(machine) else config.instances_per_machine
 
     def _serving_head(self, instances: Sequence[Instance]) -> Doing:
         """Return what the head of a run does that only serves: without engines, it serves those elsewhere."""
