@@ -63,7 +63,7 @@ async def _nothing(*_: object) -> bytes:
     return b""
 
 
-async def _no_wheels(name: str) -> None:
+async def _no_wheels(machine: str, name: str) -> None:
     return None
 
 

@@ -46,10 +46,10 @@ class Calls:
     def status(self) -> dict[str, Any]:
         return {"run": "demo", "state": "rollout", "step": 3, "long": "x" * 200_000}
 
-    async def runtime(self) -> bytes:
+    async def runtime(self, machine: str) -> bytes:
         return archive(self.shipped)
 
-    async def wheels(self, name: str) -> dict[str, Any] | None:
+    async def wheels(self, machine: str, name: str) -> dict[str, Any] | None:
         raise RuntimeFault(f"machines of this run install no {name}", "ask for another")
 
     async def preempt(self, instance: str, notice_s: float | None) -> None:

@@ -109,7 +109,7 @@ def bootstrap(house: Wheelhouse, tmp_path: Path) -> Iterator[Path]:
     run.path.mkdir(parents=True)
     security.create_secrets(run)
 
-    async def contents(name: str) -> dict[str, object] | None:
+    async def contents(machine: str, name: str) -> dict[str, object] | None:
         files = house.contents(name)
         served = url_for(read_json(run.weights_endpoint), on_head=False)
         return None if files is None else {"url": f"{served}/v1/wheels/", "files": files}
