@@ -264,6 +264,10 @@ soak-vllm: $(DEV) $(VLLM) ## tests of a real vLLM that take minutes each
 	RLBOOST_REQUIRE_VLLM=1 RLBOOST_VLLM_PYTHON=$(abspath $(VLLM_VENV)/bin/python) \
 		$(BIN)/python -m pytest -q -m "vllm and soak" tests/vllm
 
+.PHONY: soak-shells
+soak-shells: $(DEV) ## SEEDS=20000 lives of coordinator and agents on virtual time, with faults (FIRST=0; 1.5 h on 2 cores)
+	@$(BIN)/python -m benchmarks.shells --seeds $(or $(SEEDS),20000) --first $(or $(FIRST),0) $(ARGS)
+
 .PHONY: soak-chaos
 soak-chaos: $(DEV) ## MINUTES=15 of faults in a live run, over SEEDS=3 seeds, each audited
 	RLBOOST_CHAOS_MINUTES=$(or $(MINUTES),15) RLBOOST_CHAOS_SEEDS=$(or $(SEEDS),3) \

@@ -25,7 +25,7 @@ from rlboost_runtime.coordinator.driver.core_driver import (
 from rlboost_runtime.coordinator.driver.totals import RunTotals
 from rlboost_runtime.coordinator.storage.journal import EventReader, Journal
 from rlboost_runtime.coordinator.storage.token_store import TokenStore
-from rlboost_runtime.core.base.messages import FIRST_REQUEST, Assign, Finished, TokensLost
+from rlboost_runtime.core.base.messages import FIRST_REQUEST, Assign, EventsLost, Finished, TokensLost
 from rlboost_runtime.core.core import Core
 from rlboost_runtime.run.folder import RunFolder, read_json
 
@@ -79,8 +79,10 @@ def audit(run: RunFolder) -> Audit:
     core, totals = Core(), RunTotals()
     finished: Counter[int] = Counter()
     response_of: dict[int, int] = {}
+    has_lost_events = False
     events = EventReader(run.events)
     for event in events:
+        has_lost_events |= isinstance(event, EventsLost)
         commands = core.handle(event)
         core.check()
         totals.observe(event, commands, core)
@@ -112,7 +114,16 @@ def audit(run: RunFolder) -> Audit:
     lengths: dict[int, int] = {}
     for segment in sorted(run.journal.glob("step-*.seg")):
         step = int(segment.stem.split("-")[1])
-        found.steps.append(_audit_step(run, step, finished, lengths, found, is_open=step == open_step))
+        audited = _audit_step(
+            run,
+            step,
+            finished,
+            lengths,
+            found,
+            is_open=step == open_step,
+            has_lost_events=has_lost_events,
+        )
+        found.steps.append(audited)
     found.tokens_accepted = sum(lengths.values())
     _count_lost(run, response_of, lengths, found)
     return found
@@ -126,7 +137,10 @@ def _audit_step(
     found: Audit,
     *,
     is_open: bool,
+    has_lost_events: bool,
 ) -> StepAudit:
+    """`has_lost_events`: a power cut may have taken the events of the step's end; then the journal says which
+    responses were finished."""
     problems = found.problems
     reader = Journal.read(run.journal, step)
     records = iter(reader)
@@ -152,7 +166,8 @@ def _audit_step(
         problems.append(reader.problem)
     result = StepAudit(step, header.request.policy_version)
     for response in opened.all_responses() if not header.request.are_episodes else ():
-        if finished[response] == 0 and not is_open:
+        is_whole = has_lost_events and store.is_complete(response) is not None
+        if finished[response] == 0 and not is_open and not is_whole:
             problems.append(f"step {step}: response {response} never finished")
         segments = store.segments(response)
         versions = {segment.policy_version for segment in segments}

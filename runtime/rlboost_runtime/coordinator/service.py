@@ -77,8 +77,9 @@ RATE_WINDOW_S = 5.0
 """Tokens per second are a mean over this time."""
 LAG_PROBE_S = 0.02
 """Spacing of the event loop's lag probes; p99 is over the last minute."""
-END_TIMEOUT_S = 120.0
-"""Longest wait for the provider to report that the fleet is gone; then the outcome has a warning."""
+END_TIMEOUT_S = 180.0
+"""Longest wait for the provider to report that the fleet is gone; then the outcome has a warning. Above what
+a cloud may take to list a launch that nobody knows the outcome of (`base.traits.LAUNCH_LAG_S`)."""
 DISK_PATIENCE_S = 900.0
 """Longest pause because the journal cannot be written: time to make room. After it the run ends, so that no
 idle fleet is paid for until somebody looks; nothing that was trained or acknowledged is lost."""
@@ -573,6 +574,8 @@ def _warning(left: Sequence[str], silence: RLBoostError | OSError | None) -> str
             return f"the cloud has not terminated {names} yet"
         case RLBoostError(problem=problem):
             return f"the cloud could not be asked about {names}: {problem}"
+        case TimeoutError():
+            return f"the cloud did not answer in time about {names}"
     return f"the cloud could not be asked about {names}: {silence}"
 
 

@@ -202,13 +202,15 @@ def _is_progress_due(sources: StatusSources) -> bool:
 
 
 def _unfinished_tokens(state: CoreDriver) -> int:
-    """Return the tokens of the open step's responses that have not finished."""
+    """Return the tokens of the open step's responses that have not finished. After a power cut the core may
+    not know the step yet, or not all of it."""
     if state.step is None or state.core.step is None:
         return 0
+    known = state.core.step.responses
     return sum(
         state.store.length(response)
         for response in state.step.all_responses()
-        if state.core.response(response).finish_reason is None
+        if response not in known or known[response].finish_reason is None
     )
 
 

@@ -666,6 +666,28 @@ async def test_an_event_log_that_lost_its_end_gives_no_number_out_twice(tmp_path
     assert [problem for problem in found.problems if "responses requested" not in problem] == []
 
 
+async def test_the_event_log_is_on_stable_storage_once_the_run_has_ended(tmp_path: Path) -> None:
+    class Recording(SystemDisk):
+        def __init__(self) -> None:
+            self.opened: dict[int, Path] = {}
+            self.synced: list[str] = []
+
+        def append(self, path: Path) -> int:
+            fd = super().append(path)
+            self.opened[fd] = path
+            return fd
+
+        def sync(self, fd: int) -> None:
+            super().sync(fd)
+            self.synced.append(self.opened[fd].name)
+
+    disk = Recording()
+    async with shell(tmp_path, disk) as made:
+        assert "events.log" not in disk.synced, "while it runs, the journal's marks tell what is missing"
+        await made.driver.close()
+        assert disk.synced[-1] == "events.log"
+
+
 async def test_a_restored_run_has_all_instances_register_anew_once(tmp_path: Path) -> None:
     """Also where nothing shows that the log lost its end: the lost head may have given out later numbers."""
     await finish_step(tmp_path)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 
 from rlboost_runtime.coordinator.driver.core_driver import OpenStep
+from rlboost_runtime.coordinator.status import _unfinished_tokens
 from rlboost_runtime.protocol.messages import PromptSpec, Sampling, StepStartedMessage
 
 GREEDY = Sampling(temperature=0.0)
@@ -48,3 +52,9 @@ def test_work_goes_on_behind_what_is_kept_under_the_prompts_own_limit_and_sampli
     assert (item.assignment, item.policy_version, item.sampling) == (9, 7, GREEDY)
     assert STEP.work(105, 9, b"").token_ids == token_ids(4, 5, 6)
     assert STEP.work(105, 9, b"").sampling is None
+
+
+def test_status_counts_the_tokens_of_a_step_that_the_core_lost_in_a_power_cut() -> None:
+    core = SimpleNamespace(step=SimpleNamespace(responses={}))
+    state: Any = SimpleNamespace(step=STEP, core=core, store=SimpleNamespace(length=lambda _: 3))
+    assert _unfinished_tokens(state) == 3 * len(STEP.all_responses())

@@ -671,9 +671,16 @@ class CoreDriver:
             write_json(self.run.restored, {**restored, "taken": True}, durably=True)
 
     async def close(self) -> None:
-        """Write both journals to their ends. Raises `RuntimeFault` when the disk refuses."""
+        """Write both journals to their ends, and make the event log safe: nobody reads it again who could
+        mend it. Raises `RuntimeFault` when the disk refuses."""
         await self.journal.close()
         await self.requests.close()
+        try:
+            self.events.sync()
+        except OSError as error:
+            raise RuntimeFault(
+                f"{self.run.events}: {error.strerror or error}", "make room on its disk, or replace that"
+            ) from error
 
     def _journal_problem(self, problem: str | None) -> None:
         if problem is not None:

@@ -84,6 +84,8 @@ REJECTED_S = 10.0
 """How long a cloud that rejects our credentials is asked at the run's end: they may just be renewed."""
 CONSOLE_S = 20.0
 """Longest wait for the console of a machine that never dialled in: it costs money meanwhile."""
+CLOCK_SET_S = 3600.0
+"""How far the wall clock may be set forward at once, as when its first time server answers."""
 RETRY_ERROR_S = 10.0
 """Pause after a failure that gives no time to retry."""
 _REFUSALS = (NoCapacity, QuotaExceeded, ConfigError)
@@ -160,6 +162,7 @@ class FleetController:
         self._choice = OfferChoice() if rank is None else OfferChoice(rank.usd_per_token)
         self._threads = ProviderThreads()
         self._is_closed = False
+        self._began = clock.now()
         self._commands: asyncio.Queue[LaunchMachine | TerminateMachine] = asyncio.Queue()
         self._busy: set[str] = set()
         self._launching: set[str] = set()
@@ -569,18 +572,23 @@ class FleetController:
             self._state.apply(MachineLaunched(self._state.now(), view.machine, kind))
 
     def _too_young(self, unlisted: set[str]) -> set[str]:
-        """Return those that an earlier coordinator launched so lately that lists may lack them."""
+        """Return those that an earlier coordinator launched so lately that lists may lack them.
+
+        The wall clock may have been set meanwhile, by up to `CLOCK_SET_S`: until this process has looked for
+        as long as lists may lag, it takes none of them for gone that may be that young.
+        """
         unseen = unlisted - self._seen
         if not unseen:
             return set()
-        now = self._clock.wall()
-        return {
-            bill.machine
-            for bill in self._ledger.machines(now)
-            if bill.machine in unseen
-            and bill.launched_at is not None
-            and bill.may_be_unlisted(now, provider_traits(bill.provider).list_lag_s)
-        }
+        now, looked_s = self._clock.wall(), self._clock.now() - self._began
+        young = set[str]()
+        for bill in self._ledger.machines(now):
+            if bill.machine in unseen and bill.launched_at is not None:
+                lag_s = provider_traits(bill.provider).list_lag_s
+                margin_s = CLOCK_SET_S if looked_s < lag_s else 0.0
+                if bill.may_be_unlisted(now, lag_s + margin_s):
+                    young.add(bill.machine)
+        return young
 
     def _note_launch(self, view: MachineView) -> None:
         """Record where a machine runs and at what price, and bill it from its start."""

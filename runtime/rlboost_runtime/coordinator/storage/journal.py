@@ -503,6 +503,10 @@ class EventLog:
             raise
         self.place = self.place.after(line)
 
+    def sync(self) -> None:
+        """Return once all events are on stable storage. Raises `OSError`."""
+        self._disk.sync(self._fd)
+
     def close(self) -> None:
         """Close the file."""
         self._disk.close(self._fd)

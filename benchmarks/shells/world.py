@@ -1,0 +1,627 @@
+"""One seed: a run of the real coordinator and agents among faults, and the promises that it must keep."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import hashlib
+import json
+import logging
+import os
+import random
+import secrets
+import shutil
+import sqlite3
+import sys
+import tempfile
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from unittest import mock
+
+from benchmarks.shells.cloud import PlayedCloud
+from benchmarks.shells.engine import PlayedEngine, PlayedPuller, manifest_of
+from benchmarks.shells.loop import OUTSIDE, OrderedTask, Process, VirtualLoop
+from benchmarks.shells.network import End, Network
+from benchmarks.shells.storage import AT_ONCE, InlineJournal, PlayedDisk
+from benchmarks.shells.trainer import PlayedTrainer, Trained
+from rlboost_runtime.agent import engine_host
+from rlboost_runtime.agent import service as agent_service
+from rlboost_runtime.agent.bootstrap import Bootstrap
+from rlboost_runtime.billing.ledger import Ledger
+from rlboost_runtime.coordinator import service
+from rlboost_runtime.coordinator.audit import audit
+from rlboost_runtime.coordinator.driver import core_driver
+from rlboost_runtime.coordinator.observers import priors
+from rlboost_runtime.coordinator.storage import journal, snapshot
+from rlboost_runtime.core.base.messages import Pool
+from rlboost_runtime.deploy.bootstrap import make_bootstrap
+from rlboost_runtime.errors import NotYet
+from rlboost_runtime.job import Job, LocalOffer, ReasoningGym, Rollout, Spot, TinyModel
+from rlboost_runtime.job.run import Evidence
+from rlboost_runtime.run.folder import RunFolder, read_json, write_json
+from rlboost_runtime.run.reserved import RESERVED_MACHINE
+from rlboost_runtime.run.resolved import write_resolved
+from rlboost_runtime.run.security import create_secrets
+
+EPOCH = 1_800_000_000.0
+RUN = "shells"
+STEPS, PROMPTS = 4, 6
+MACHINES = 3
+FAULTS_S = (30.0, 90.0)
+"""Virtual time in which faults happen."""
+QUIET_S = 600.0
+"""After the last fault the run must end within this time."""
+FAULT_EVERY_S = (0.5, 8.0)
+RESTART_S = (0.2, 1.0)
+"""The supervisor's pause before it starts a process again."""
+
+
+class BrokenPromise(Exception):
+    """A run did what must never happen."""
+
+
+@dataclass
+class Lived:
+    """What became of one seed."""
+
+    seed: int
+    seconds: float = 0.0
+    """Virtual."""
+    num_messages: int = 0
+    num_events: int = 0
+    num_tokens: int = 0
+    faults: Counter[str] = field(default_factory=Counter)
+    trace: str = ""
+    """Digest of everything that was sent and logged."""
+    broken: list[str] = field(default_factory=list)
+
+
+class PlayedClock:
+    """A process's clocks: `skew_s` of the wall clock jumps."""
+
+    def __init__(self, loop: VirtualLoop) -> None:
+        self._loop = loop
+        self.skew_s = 0.0
+
+    def now(self) -> float:
+        """Virtual seconds."""
+        return self._loop.time()
+
+    def wall(self) -> float:
+        """Virtual seconds since the epoch, as this machine has them."""
+        return EPOCH + self._loop.time() + self.skew_s
+
+    async def sleep(self, seconds: float) -> None:
+        """Wait."""
+        await asyncio.sleep(seconds)
+
+
+class _Server:
+    """In the place of the HTTP server: connections come from the played network."""
+
+    should_exit = False
+
+    async def serve(self, sockets: object) -> None:
+        while not self.should_exit:  # noqa: ASYNC110 as uvicorn does
+            await asyncio.sleep(0.1)
+
+
+class World:
+    """Everything of one seed."""
+
+    def __init__(
+        self, seed: int, folder: Path, loop: VirtualLoop, faults: frozenset[str] | None = None
+    ) -> None:
+        """`faults`: the kinds that may happen; None: all."""
+        self.lived = Lived(seed)
+        self.loop = loop
+        self._random = Random(f"{seed} world")
+        self._wanted = faults
+        self._digest = hashlib.blake2b(digest_size=16)
+        self.print: Callable[[str], None] = lambda line: None
+        self.run = RunFolder(folder)
+        self.job = _job()
+        self.clock = PlayedClock(loop)
+        self.boot_id = "boot 1"
+        self.network = Network(Random(f"{seed} network"), self._sent)
+        self.cloud = PlayedCloud(Random(f"{seed} cloud"), self, self._count, self._note)
+        self.trained = Trained(STEPS, PROMPTS)
+        self.coordinator: service.Coordinator | None = None
+        self._disk: PlayedDisk | None = None
+        self._head: Process | None = None
+        self._trainer: Process | None = None
+        self._agents: dict[str, Process] = {}
+        """By instance."""
+        self._engines: dict[str, PlayedEngine] = {}
+        self._num_boots = 0
+        self._is_head_down = False
+        self._died_at = 0.0
+        self._crash: BaseException | None = None
+
+    # --- the run ------------------------------------------------------------------------------------------
+
+    async def live(self) -> None:
+        """Run to the end. Raises `BrokenPromise`."""
+        write_resolved(self.run.job_json, self.job)
+        write_json(self.run.endpoint, {"url": "https://127.0.0.1:1"})
+        write_json(self.run.weights_endpoint, {"url": "https://127.0.0.1:2"})
+        self._start_head()
+        faults = self.loop.create_task(self._break_things(), context=OUTSIDE.copy())
+        deadline = FAULTS_S[1] + QUIET_S
+        while not self.run.outcome.exists():
+            if faults.done() and faults.exception() is not None:
+                raise faults.exception() or AssertionError
+            if self._crash is not None:
+                raise BrokenPromise(f"a process ended unexpectedly: {self._crash!r}") from self._crash
+            if self.loop.time() > deadline:
+                raise BrokenPromise(f"the run did not end: step {self.trained.next_step} of {STEPS}")
+            await asyncio.sleep(0.5)
+        await faults
+        self._judge()
+
+    def _start_head(self) -> None:
+        self._is_head_down = False
+        self._start_coordinator()
+        self._start_trainer()
+        self._start_reserved()
+
+    def _start_coordinator(self) -> None:
+        if self._is_head_down or self.run.outcome.exists() or _is_there(self._head):
+            return
+        if self.run.events.exists():  # as old as its last line
+            os.utime(self.run.events, (self._died_at, self._died_at))
+        self.cloud.forget()
+        self._head = head = Process("coordinator")
+        head.start(self._coordinate(head))
+
+    async def _coordinate(self, head: Process) -> None:
+        self._disk = disk = PlayedDisk(self._random)
+        try:
+            self.coordinator = service.Coordinator(self.run, self.job, self.clock, disk)
+            await self.coordinator.serve()
+        except Exception as problem:  # noqa: BLE001 - judged by whoever waits
+            if not all(isinstance(each, OSError) for each in service.leaves(problem)):
+                self._crash = problem
+                return
+            self._count("coordinator ends because of its disk")
+        self._end(head, silently=False)
+        self._later(self._start_coordinator, RESTART_S)
+
+    def _start_trainer(self) -> None:
+        if self._is_head_down or _is_there(self._trainer):
+            return
+        self._num_boots += 1
+        self._trainer = process = Process("trainer")
+        trainer = PlayedTrainer(
+            RUN,
+            f"trainer {self._num_boots}",
+            self.trained,
+            lambda: self._dial(process, None),
+            self.clock,
+            self._random,
+        )
+        process.start(trainer.run())
+
+    def _start_reserved(self) -> None:
+        is_there = _is_there(self._agents.get(f"{RESERVED_MACHINE}/0"))
+        if self._is_head_down or self.run.outcome.exists() or is_there:
+            return
+        try:
+            bootstrap = make_bootstrap(
+                self.job, self.run, RESERVED_MACHINE, Pool.RESERVED, (f"{RESERVED_MACHINE}/0",)
+            )
+        except NotYet:
+            self._later(self._start_reserved, RESTART_S)
+            return
+        self.boot(bootstrap)
+
+    def boot(self, bootstrap: Bootstrap) -> None:
+        """Start the agents of a machine."""
+        for instance in bootstrap.instances:
+            process = Process(instance)
+            self._agents[instance] = process
+            folder = self.run.path / "machines" / instance
+            folder.mkdir(parents=True, exist_ok=True)
+            process.start(self._work(process, bootstrap, instance, folder))
+
+    async def _work(self, process: Process, bootstrap: Bootstrap, instance: str, folder: Path) -> None:
+        def make_engine(_: object) -> PlayedEngine:
+            self._engines[instance] = engine = PlayedEngine(self._random)
+            return engine
+
+        seams = agent_service.Seams(
+            lambda: self._dial(process, bootstrap.machine), make_engine, PlayedPuller(self._random),  # type: ignore[arg-type]
+            PlayedClock(self.loop),
+        )  # fmt: skip
+        agent = agent_service.Agent(bootstrap, instance, folder, seams)
+        code = await agent.run(asyncio.Event())
+        self._note(f"{instance} ends: {code}")
+        self._end(process, silently=False)
+        if bootstrap.machine == RESERVED_MACHINE:
+            self._later(self._start_reserved, RESTART_S)
+        else:
+            self.loop.call_later(0.5, self.cloud.take, bootstrap.machine, context=OUTSIDE.copy())
+
+    def unplug(self, machine: str) -> None:
+        """Take a machine away: nobody is told."""
+        for instance, process in self._agents.items():
+            if instance.rpartition("/")[0] == machine and process.is_alive:
+                self._end(process, silently=True)
+
+    def wall(self) -> float:
+        """Return the true time."""
+        return EPOCH + self.loop.time()
+
+    async def _dial(self, caller: Process, machine: str | None) -> End:
+        near, far = await self.network.connect(caller, self._head)
+        coordinator, head = self.coordinator, self._head
+        if coordinator is None or head is None or coordinator._driver is None:
+            raise ConnectionRefusedError("nobody listens yet")
+        head.start(_answer(coordinator, far, machine))
+        return near
+
+    # --- faults -------------------------------------------------------------------------------------------
+
+    async def _break_things(self) -> None:
+        kinds = [
+            (name.removeprefix("_fault_").replace("_", " "), getattr(self, name))
+            for name in sorted(dir(self))
+            if name.startswith("_fault_")
+        ]
+        weights = {name: self._random.random() ** 2 for name, _ in kinds}
+        chosen = [(name, act) for name, act in kinds if self._wanted is None or name in self._wanted]
+        until = self._random.uniform(*FAULTS_S)
+        while self.loop.time() < until and not self.run.outcome.exists() and chosen:
+            await asyncio.sleep(self._random.uniform(*FAULT_EVERY_S))
+            ((name, act),) = self._random.choices(chosen, [weights[name] for name, _ in chosen])
+            if act():
+                self._count(name)
+        self.cloud.fails = False
+        self._note("faults are over")
+
+    def _fault_coordinator_killed(self) -> bool:
+        return self._kill_head_process(self._head, self._start_coordinator)
+
+    def _fault_trainer_killed(self) -> bool:
+        return self._kill_head_process(self._trainer, self._start_trainer)
+
+    def _fault_reserved_agent_killed(self) -> bool:
+        return self._kill_head_process(self._agents.get(f"{RESERVED_MACHINE}/0"), self._start_reserved)
+
+    def _fault_power_cut(self) -> bool:
+        if self._is_head_down or self._disk is None:
+            return False
+        self._is_head_down = True
+        reserved = self._agents.get(f"{RESERVED_MACHINE}/0")
+        for process in (self._head, self._trainer, reserved):
+            if process is not None and process.is_alive:
+                self._end(process, silently=True)
+        self._disk.cut_power()
+        self.boot_id = f"boot {self._num_boots + 1}"
+        self._later(self._start_head, (5.0, 20.0))
+        return True
+
+    def _fault_machine_vanishes(self) -> bool:
+        running = self.cloud.running()
+        if running:
+            self.cloud.take(self._random.choice(running))
+        return bool(running)
+
+    def _fault_agent_killed(self) -> bool:
+        alive = self._alive_agents()
+        if not alive:
+            return False
+        instance = self._random.choice(alive)
+        self._end(self._agents[instance], silently=False)
+        machine = instance.rpartition("/")[0]
+        self.loop.call_later(1.0, self.cloud.take, machine, context=OUTSIDE.copy())  # it powers itself off
+        return True
+
+    def _fault_notice(self) -> bool:
+        alive = self._alive_agents()
+        if not alive:
+            return False
+        instance, seconds = self._random.choice(alive), self._random.uniform(1.0, 30.0)
+        (self.run.path / "machines" / instance / "notice.json").write_text(json.dumps({"seconds": seconds}))
+        machine = instance.rpartition("/")[0]
+        self.loop.call_later(seconds, self.cloud.take, machine, context=OUTSIDE.copy())
+        return True
+
+    def _fault_process_paused(self) -> bool:
+        processes = [
+            p
+            for p in (self._head, self._trainer, *self._agents.values())
+            if p and p.is_alive and not p.is_paused
+        ]
+        if not processes:
+            return False
+        process = self._random.choice(processes)
+        process.pause()
+        self._note(f"{process.name} is paused")
+        self.loop.call_later(self._random.uniform(0.5, 20.0), process.go_on, context=OUTSIDE.copy())
+        return True
+
+    def _fault_connection_cut(self) -> bool:
+        ends = self.network.open_ends()
+        if ends:
+            end = self._random.choice(ends)
+            end.drop()
+            end.other.drop()
+        return bool(ends)
+
+    def _fault_connection_silent(self) -> bool:
+        ends = [end for end in self.network.open_ends() if not self._is_on_head(end)]
+        if ends:
+            end = self._random.choice(ends)
+            end.is_mute = True
+            end.other.is_mute = self._random.random() < 0.5
+        return bool(ends)
+
+    def _fault_disk_full(self) -> bool:
+        disk = self._disk
+        if disk is None or disk.is_full:
+            return False
+        disk.is_full = True
+        self.loop.call_later(
+            self._random.uniform(0.2, 5.0), lambda: setattr(disk, "is_full", False), context=OUTSIDE.copy()
+        )
+        return True
+
+    def _fault_clock_jumps(self) -> bool:
+        self.clock.skew_s += self._random.uniform(-100.0, 100.0)
+        return True
+
+    def _fault_engine_dies(self) -> bool:
+        engine = self._some_engine()
+        if engine is not None:
+            engine.die("played")
+        return engine is not None
+
+    def _fault_weights_spoilt(self) -> bool:
+        engine = self._some_engine()
+        if engine is not None:
+            engine.spoils_next = True
+        return engine is not None
+
+    def _some_engine(self) -> PlayedEngine | None:
+        alive = [i for i in self._engines if (p := self._agents.get(i)) is not None and p.is_alive]
+        return self._engines[self._random.choice(alive)] if alive else None
+
+    def _is_on_head(self, end: End) -> bool:
+        """Return True for a connection over loopback, which breaks with a process only."""
+        names = {end.owner.name, end.other.owner.name}
+        return bool(names & {"trainer", f"{RESERVED_MACHINE}/0"})
+
+    def _alive_agents(self) -> list[str]:
+        return [
+            name
+            for name, each in self._agents.items()
+            if each.is_alive and not name.startswith(RESERVED_MACHINE)
+        ]
+
+    def _kill_head_process(self, process: Process | None, start: Callable[[], None]) -> bool:
+        if process is None or not process.is_alive or self._is_head_down:
+            return False
+        self._end(process, silently=False)
+        self._later(start, RESTART_S)
+        return True
+
+    def _end(self, process: Process, *, silently: bool) -> None:
+        self._note(f"{process.name} is gone")
+        process.kill()
+        self.network.ended(process, silently=silently)
+        if process is self._head:
+            self._leave_books()
+
+    def _leave_books(self) -> None:
+        """What a killed coordinator had not committed is rolled back."""
+        if self.coordinator is not None:
+            with contextlib.suppress(sqlite3.Error, AttributeError):
+                self.coordinator._ledger._db.close()
+        self.coordinator, self._died_at = None, self.clock.wall()
+
+    def _later(self, act: Callable[[], None], span: tuple[float, float]) -> None:
+        self.loop.call_later(self._random.uniform(*span), act, context=OUTSIDE.copy())
+
+    # --- what is seen -------------------------------------------------------------------------------------
+
+    def _sent(self, sender: str, message: bytes) -> None:
+        self._digest.update(f"{self.loop.time():.9f} {sender} {len(message)}".encode())
+        self._digest.update(message)
+
+    def state(self) -> str:
+        """Describe what there is, for a story that ended badly."""
+        lines = [f"trainer: step {self.trained.next_step}", f"machines: {', '.join(self.cloud.running())}"]
+        if self.coordinator is not None:
+            core = self.coordinator._driver.core
+            lines.append(f"lease: {core.lease}; newest version {core.newest_version}")
+            lines += [f"{each}" for each in core.instances.values()]
+            if core.step is not None:
+                lines.append(f"step {core.step.step}: {core.step.num_unfinished} responses unfinished")
+        return "\n".join(lines)
+
+    def _note(self, line: str) -> None:
+        self.print(f"{self.loop.time():9.3f} {line}")
+
+    def _count(self, what: str) -> None:
+        self.lived.faults[what] += 1
+        self._digest.update(f"{self.loop.time():.9f} {what}".encode())
+        self._note(what)
+
+    def _judge(self) -> None:
+        outcome = read_json(self.run.outcome) or {}
+        broken = list(self.trained.broken)
+        if outcome.get("state") != "done":
+            broken.append(f"the run ended {outcome}")
+        if outcome.get("warning"):
+            broken.append(f"machines are left: {outcome['warning']}")
+        if self.trained.num_groups != STEPS * PROMPTS:
+            broken.append(f"{self.trained.num_groups} groups trained instead of {STEPS * PROMPTS}")
+        if left := self.cloud.running():
+            broken.append(f"still running: {', '.join(left)}")
+        doubled = [name for name, times in self.cloud.num_launches.items() if times > 1]
+        if doubled:
+            broken.append(f"launched twice: {', '.join(doubled)}")
+        found = audit(self.run)
+        broken += found.problems
+        ledger = Ledger(self.run.ledger)
+        bills = {bill.machine: bill for bill in ledger.machines(self.wall())}
+        if open_bills := ledger.open_machines():
+            broken.append(f"open in the ledger: {', '.join(open_bills)}")
+        if unbilled := self.cloud.views.keys() - bills.keys():
+            broken.append(f"not in the ledger: {', '.join(sorted(unbilled))}")
+        steps = [record.step for record in ledger.steps()]
+        if steps != list(range(STEPS)):
+            broken.append(f"the ledger has steps {steps}")
+        ledger.close()
+        self.lived.num_tokens = self.trained.num_tokens
+        self._digest.update(self.run.events.read_bytes())
+        self.lived.num_events = self.run.events.read_bytes().count(b"\n")
+        if broken:
+            raise BrokenPromise("; ".join(broken))
+
+    @property
+    def trace(self) -> str:
+        """Digest of all that was sent, broken and logged."""
+        return self._digest.hexdigest()
+
+
+async def _answer(coordinator: service.Coordinator, end: End, machine: str | None) -> None:
+    """Serve one connection; it is closed however that ends, as by a web server."""
+    try:
+        if machine is None:
+            await coordinator._trainer.serve(end)
+        else:
+            await coordinator._agents.serve(end, machine)
+    finally:
+        end.shut()
+
+
+def _is_there(process: Process | None) -> bool:
+    return process is not None and process.is_alive
+
+
+def _job() -> Job:
+    spot = Spot(any_of=[LocalOffer(infra="local")], min_instances=0, max_instances=MACHINES)
+    return Job(
+        name=RUN,
+        model=TinyModel(init="tiny"),
+        data=ReasoningGym(reasoning_gym=["spell_backward"]),
+        rollout=Rollout(spot=spot, use_priors=False, seeding_initial_s=3.0),
+        evidence=Evidence(keep_journal=True),
+    )
+
+
+_secrets: Path | None = None
+
+
+def _give_secrets(run: RunFolder) -> None:
+    """Copy one run's secrets: making them takes longer than a seed."""
+    global _secrets
+    if _secrets is None:
+        first = RunFolder(Path(tempfile.mkdtemp(prefix="shells-secrets-")) / RUN)
+        first.path.mkdir()
+        create_secrets(first)
+        _secrets = first.path
+    shutil.copytree(_secrets, run.path, dirs_exist_ok=True)
+
+
+@contextlib.contextmanager
+def _played(world: World) -> Iterator[None]:
+    """Put what is played into the places of what is real."""
+
+    @contextlib.contextmanager
+    def bind(run: RunFolder) -> Iterator[None]:
+        yield
+
+    numbers = iter(range(1_000_000))
+    with contextlib.ExitStack() as stack:
+        for where, name, stand_in in (
+            (service, "bind", bind),
+            (service, "make_app", lambda *_: None),
+            (service, "make_server", lambda *_: _Server()),
+            (service, "provider_for", lambda *_: world.cloud),
+            (core_driver, "Journal", InlineJournal),
+            (core_driver, "_boot", lambda: world.boot_id),
+            (journal, "GATHER_S", 0.0),
+            (snapshot, "threading", AT_ONCE),
+            (priors, "threading", AT_ONCE),
+            (engine_host, "read_manifest", lambda folder: manifest_of(int(folder.name))),
+            (secrets, "token_hex", lambda _: f"process {next(numbers)}"),
+        ):
+            stack.enter_context(mock.patch.object(where, name, stand_in))
+        yield
+
+
+def live(
+    seed: int,
+    *,
+    say: Callable[[str], None] | None = None,
+    faults: frozenset[str] | None = None,
+    is_kept: bool = False,
+) -> Lived:
+    """Live one seed; return what became of it. `say` takes its story, line by line. `is_kept`: what killed
+    processes leave is never collected, for a process that ends soon."""
+    place = Path(tempfile.mkdtemp(prefix="shells-", dir=_MEMORY if _MEMORY.is_dir() else None))
+    state, hook = random.getstate(), sys.unraisablehook
+    OrderedTask.restart()
+    random.seed(seed)
+    logging.disable(logging.CRITICAL)
+    sys.unraisablehook = lambda _: None  # what killed processes leave behind is collected here
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            lived = _live(seed, place, say, faults, is_kept)
+            if not is_kept:
+                gc.collect()
+    finally:
+        if not is_kept:
+            sys.unraisablehook = hook
+        logging.disable(logging.NOTSET)
+        random.setstate(state)
+        shutil.rmtree(place, ignore_errors=True)
+    return lived
+
+
+def _live(
+    seed: int,
+    place: Path,
+    say: Callable[[str], None] | None,
+    faults: frozenset[str] | None,
+    is_kept: bool,
+) -> Lived:
+    folder = place / RUN
+    folder.mkdir()
+    blocking = Random(f"{seed} calls")
+    loop = VirtualLoop(lambda: blocking.uniform(0.001, 0.3))
+    world = World(seed, folder, loop, faults)
+    if say is not None:
+        world.print = say
+    lived = world.lived
+    try:
+        _give_secrets(world.run)
+        with _played(world):
+            loop.run_until_complete(loop.create_task(world.live(), context=OUTSIDE.copy()))
+    except Exception as problem:  # noqa: BLE001 - every end but a quiet one is a finding
+        lived.broken.append(f"{type(problem).__name__}: {problem}")
+        if say is not None:
+            say(traceback.format_exc())
+            say(world.state())
+    lived.seconds, lived.num_messages, lived.trace = loop.time(), world.network.num_messages, world.trace
+    if is_kept:
+        _kept.append(loop)
+    else:
+        loop.forget()
+    return lived
+
+
+_kept: list[VirtualLoop] = []
+
+
+_MEMORY = Path("/dev/shm")

@@ -1,0 +1,87 @@
+"""The simulated shells: a short sweep holds, a seed is the same each time, and planted bugs are found."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from benchmarks.shells.storage import InlineJournal
+from benchmarks.shells.world import live
+from rlboost_runtime.coordinator.driver.core_driver import OpenStep
+from rlboost_runtime.coordinator.fleet.controller import FleetController
+from rlboost_runtime.protocol.messages import WorkItem
+
+pytestmark = pytest.mark.integration
+SWEEP = 12
+FIND_WITHIN = 500
+"""Seeds within which a planted bug must show."""
+
+
+def test_seeds_keep_every_promise() -> None:
+    lived = [live(seed) for seed in range(SWEEP)]
+    assert [each.broken for each in lived] == [[]] * SWEEP
+    happened = set().union(*(each.faults for each in lived))
+    assert {"coordinator killed", "power cut", "process paused", "connection silent", "disk full"} <= happened
+    assert all(each.num_tokens > 0 and each.num_events > 0 for each in lived)
+
+
+def test_a_seed_is_lived_the_same_again_in_another_process() -> None:
+    path = os.pathsep.join(filter(None, sys.path))
+
+    def trace(hash_seed: str) -> Any:
+        done = subprocess.run(
+            [sys.executable, "-m", "benchmarks.shells", "--seed", "7"],
+            env={**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": path},
+            capture_output=True, text=True, check=True, timeout=60,
+        )  # fmt: skip
+        return json.loads(done.stdout.splitlines()[-1])
+
+    first = trace("1")
+    assert first["trace"] == trace("2")["trace"]
+    assert first["messages"] > 100
+
+
+def first_broken(*faults: str) -> str:
+    """Return what the first seed that breaks a promise says; `faults`: those that may happen, else all."""
+    kinds = frozenset(faults) or None
+    return next(
+        lived.broken[0] for lived in (live(seed, faults=kinds) for seed in range(FIND_WITHIN)) if lived.broken
+    )
+
+
+def test_an_acknowledgement_before_the_journal_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = InlineJournal.append
+
+    def append(self: InlineJournal, record: bytes, on_commit: Callable[[], None] | None = None) -> None:
+        if on_commit is not None:
+            on_commit()
+        plain(self, record)
+
+    monkeypatch.setattr(InlineJournal, "append", append)
+    assert "does not fit" in first_broken("disk full")
+
+
+def test_a_response_that_continues_without_its_kept_tokens_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = OpenStep.work
+
+    def work(self: OpenStep, response: int, assignment: int, kept: bytes) -> WorkItem:
+        item = plain(self, response, assignment, kept)
+        return msgspec.structs.replace(item, token_ids=self.prompt_of(response).token_ids)
+
+    monkeypatch.setattr(OpenStep, "work", work)
+    assert "tokens instead of" in first_broken("machine vanishes")
+
+
+def test_a_machine_that_is_not_ended_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def end_nothing(self: FleetController, timeout_s: float) -> list[str]:
+        return []
+
+    monkeypatch.setattr(FleetController, "end_all", end_nothing)
+    assert "still running" in first_broken()
