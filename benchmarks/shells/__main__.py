@@ -18,7 +18,6 @@ import os
 import sys
 import time
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -77,9 +76,9 @@ def _many(first: int, num: int, processes: int, out: Path | None) -> int:
     context = multiprocessing.get_context(
         "spawn"
     )  # workers end now and then: what seeds leave is kept in them
-    with ProcessPoolExecutor(processes, mp_context=context, max_tasks_per_child=CHUNKS) as pool:
+    with context.Pool(processes, maxtasksperchild=CHUNKS) as pool:
         seeds = range(first, first + num)
-        for number, lived in enumerate(pool.map(partial(live, is_kept=True), seeds, chunksize=CHUNK), 1):
+        for number, lived in enumerate(pool.imap(partial(live, is_kept=True), seeds, chunksize=CHUNK), 1):
             faults += lived.faults
             seconds += lived.seconds
             messages, events, tokens = (
