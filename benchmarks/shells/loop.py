@@ -104,7 +104,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def __init__(self, blocking_s: Callable[[], float]) -> None:
         self._time = 0.0
         self._blocking_s = blocking_s
-        self.num_callbacks = 0
         self.tasks: list[asyncio.Task[Any]] = []
         """All of them: one that is collected as garbage runs its `finally`, which a killed one must not."""
         super().__init__(_Passing(self._pass))
@@ -166,7 +165,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self.close()
 
     def _guarded(self, callback: Any, context: contextvars.Context) -> Any:
-        self.num_callbacks += 1
         process = context.get(_CURRENT)
         if process is None:
             return callback

@@ -27,7 +27,6 @@ class PlayedDisk(SystemDisk):
         self._paths: dict[int, Path] = {}
         self._synced: dict[Path, int] = {}
         self.is_full = False
-        self.num_refused = 0
 
     def append(self, path: Path) -> int:
         """Open; what it held before is safe."""
@@ -39,7 +38,6 @@ class PlayedDisk(SystemDisk):
     def write(self, fd: int, data: bytes) -> None:
         """Write all of it, or on a full disk a part."""
         if self.is_full:
-            self.num_refused += 1
             super().write(fd, data[: self._random.randrange(len(data) + 1)])
             raise OSError(errno.ENOSPC, "No space left on device")
         super().write(fd, data)

@@ -73,8 +73,7 @@ class PlayedTrainer:
         self._trained = trained
         self._step: int = trained.next_step
         self._groups: dict[int, DeliverGroupMessage] = {}
-        self._holds_lease = self._is_recalled = False
-        self._is_finished = False
+        self._holds_lease = False
         self._changed = asyncio.Event()
         talk = Conversation(
             TrainerWelcome, trainer_command_decoder, self._hello, self._welcomed, self._received
@@ -95,10 +94,10 @@ class PlayedTrainer:
             trained.next_step = self._step + 1  # the checkpoint is durable
             trained.last = StepTrainedMessage(self._step, 0.0, busy_s, tokens, 0.5, {"loss": 1.0})
             self._step += 1
-            self._groups, self._holds_lease, self._is_recalled = {}, False, False
+            self._groups, self._holds_lease = {}, False
             self._session.post(trained.last)
             self._session.post(self._published())
-            self._post_request()
+            self._session.post(self._request())
         await session
 
     def _hello(self) -> Message:
@@ -115,9 +114,6 @@ class PlayedTrainer:
         if self._step >= self._trained.num_steps:
             return RunFinished("/played/model")
         return request_of(self._step, self._trained.num_prompts)
-
-    def _post_request(self) -> None:
-        self._session.post(self._request())
 
     def _received(self, command: TrainerCommand) -> None:
         match command:

@@ -261,7 +261,7 @@ class World:
     async def _dial(self, caller: Process, machine: str | None) -> End:
         near, far = await self.network.connect(caller, self._head)
         coordinator, head = self.coordinator, self._head
-        if coordinator is None or head is None or coordinator._driver is None:
+        if coordinator is None or head is None:
             raise ConnectionRefusedError("nobody listens yet")
         head.start(_answer(coordinator, far, machine))
         return near

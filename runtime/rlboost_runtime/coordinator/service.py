@@ -63,9 +63,9 @@ from rlboost_runtime.money import parse_usd
 from rlboost_runtime.run.checkpoints import ancestors_of
 from rlboost_runtime.run.credentials import Revocations
 from rlboost_runtime.run.folder import RunFolder, give_up_reserve, read_json, write_json
-from rlboost_runtime.run.head import url_beside, url_for
+from rlboost_runtime.run.head import url_seen_by
 from rlboost_runtime.run.priors import PriorStore
-from rlboost_runtime.run.reserved import RESERVED_MACHINE, is_reserved, node_of
+from rlboost_runtime.run.reserved import RESERVED_MACHINE, is_reserved, joined_nodes, node_of
 from rlboost_runtime.run.security import read_token
 from rlboost_runtime.seams import Clock, Disk
 
@@ -117,8 +117,7 @@ class Coordinator:
         timing = Timing.of(self._config)
         bought = (bill.machine for bill in self._ledger.machines(clock.wall()))
         is_open = self._ledger.open_machines()
-        joined = (read_json(run.trainer_nodes) or {}).get("joined", ())
-        self._nodes = ReservedNodes(job.trainer.bought_nodes, bought, is_open, clock.now(), joined)
+        self._nodes = ReservedNodes(job.trainer.bought_nodes, bought, is_open, clock.now(), joined_nodes(run))
         weights = WeightTracker(self._ledger.zone_of, self._bill_egress)
         stats = InstanceStats(weights, timing.flush_s)
         boot_times = BootTimes(lambda: core.machines)
@@ -374,13 +373,11 @@ class Coordinator:
         return common_part(self._run.cloud / "shipment", software)
 
     async def _wheels(self, machine: str, name: str) -> dict[str, object] | None:
-        is_node = _is_node(machine)
-        files = await asyncio.to_thread(self._wheelhouses[is_node].contents, name)
+        files = await asyncio.to_thread(self._wheelhouses[_is_node(machine)].contents, name)
         served = read_json(self._run.weights_endpoint)
         if files is None or served is None:
             return None
-        url = url_beside(served) if is_node else url_for(served, on_head=False)
-        return {"url": f"{url}/v1/wheels/", "files": files}
+        return {"url": f"{url_seen_by(machine, served)}/v1/wheels/", "files": files}
 
     async def _preempt(self, name: str, notice_s: float | None) -> None:
         core = self._driver.core

@@ -10,7 +10,7 @@ from rlboost_runtime.job import Job, LocalOffer
 from rlboost_runtime.protocol.messages import Sampling
 from rlboost_runtime.run.credentials import make_credential
 from rlboost_runtime.run.folder import RunFolder, read_json
-from rlboost_runtime.run.head import node_address, url_beside, url_for
+from rlboost_runtime.run.head import node_address, url_seen_by
 from rlboost_runtime.run.reserved import RESERVED_MACHINE, node_of
 from rlboost_runtime.run.security import read_token
 
@@ -42,7 +42,7 @@ def make_bootstrap(
         machine=machine,
         pool=str(pool),
         instances=instances,
-        coordinator_url=url_for(endpoint, on_head=is_head) if node is None else url_beside(endpoint),
+        coordinator_url=url_seen_by(machine, endpoint),
         token=make_credential(read_token(run), machine),
         certificate=run.certificate.read_text(),
         engine=_engine(job, pool),

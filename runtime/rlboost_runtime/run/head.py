@@ -19,6 +19,7 @@ import msgspec
 from rlboost_runtime.errors import RuntimeFault
 from rlboost_runtime.job import NODE_PORT, Job, Trainer
 from rlboost_runtime.run.folder import RunFolder, read_json, write_atomically, write_json
+from rlboost_runtime.run.reserved import RESERVED_MACHINE, node_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +124,13 @@ def node_address(trainer: Trainer) -> str:
 def url_beside(endpoint: dict[str, str]) -> str:
     """Return the address for machines in the head's own network: its public one would cost egress."""
     return f"https://{private_address()}:{endpoint['url'].rpartition(':')[2]}"
+
+
+def url_seen_by(machine: str, endpoint: dict[str, str]) -> str:
+    """Return the address at which a machine of the run reaches the head."""
+    if node_of(machine) is not None:
+        return url_beside(endpoint)
+    return url_for(endpoint, on_head=machine == RESERVED_MACHINE)
 
 
 def url_for(endpoint: dict[str, str], *, on_head: bool) -> str:

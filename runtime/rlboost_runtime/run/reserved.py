@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 
+from rlboost_runtime.run.folder import RunFolder, read_json
+
 RESERVED_MACHINE = "reserved-0"
 """The head, as status, ledger and agents call it."""
 _NODE = re.compile(r"reserved-([1-9][0-9]*)(?:-([1-9][0-9]*))?")
@@ -27,3 +29,8 @@ def node_of(machine: str) -> tuple[int, int] | None:
 def is_reserved(machine: str) -> bool:
     """Return True for the head and its further nodes."""
     return machine == RESERVED_MACHINE or node_of(machine) is not None
+
+
+def joined_nodes(run: RunFolder) -> list[str]:
+    """Return the machines of further nodes that were there when the coordinator last said so."""
+    return list((read_json(run.trainer_nodes) or {}).get("joined", ()))

@@ -14,7 +14,7 @@ from rlboost_runtime.core.base.messages import Pool
 from rlboost_runtime.deploy.bootstrap import make_bootstrap, reserved_instances
 from rlboost_runtime.job import Job
 from rlboost_runtime.run.folder import RunFolder, read_json
-from rlboost_runtime.run.reserved import RESERVED_MACHINE
+from rlboost_runtime.run.reserved import RESERVED_MACHINE, joined_nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +80,7 @@ def roles_of(job: Job, run: RunFolder) -> list[Role]:
 
 def _nodes_are_there(job: Job, run: RunFolder) -> bool:
     """Return True if all further nodes that are bought for the trainer have dialled in."""
-    joined = (read_json(run.trainer_nodes) or {}).get("joined", ())
-    return len(joined) >= job.trainer.bought_nodes
+    return len(joined_nodes(run)) >= job.trainer.bought_nodes
 
 
 def _run_progress(run: RunFolder) -> int:

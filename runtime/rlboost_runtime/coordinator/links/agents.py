@@ -45,8 +45,7 @@ from rlboost_runtime.errors import ProtocolError
 from rlboost_runtime.logs import event as log_event
 from rlboost_runtime.protocol import messages as wire
 from rlboost_runtime.protocol.session import accept
-from rlboost_runtime.run.head import url_beside, url_for
-from rlboost_runtime.run.reserved import RESERVED_MACHINE, node_of
+from rlboost_runtime.run.head import url_seen_by
 from rlboost_runtime.seams import Transport
 
 log = logging.getLogger(__name__)
@@ -395,9 +394,7 @@ class AgentLinks:
     def _weights_url(self, hello: wire.AgentHello) -> str:
         if not self.weights_endpoint:
             return ""
-        if node_of(hello.machine) is not None:
-            return url_beside(self.weights_endpoint)
-        return url_for(self.weights_endpoint, on_head=hello.machine == RESERVED_MACHINE)
+        return url_seen_by(hello.machine, self.weights_endpoint)
 
     async def _read(self, link: AgentLink, transport: Transport) -> None:
         while not link.closed:
