@@ -30,7 +30,7 @@ from typing import Any
 
 from benchmarks.checkout import REPOSITORY, commit
 from benchmarks.gpu.part import read
-from benchmarks.gpu.parts import PARTS, TINY, Part, every_import, losses
+from benchmarks.gpu.parts import HOST_GB, PARTS, TINY, Part, every_import, losses
 
 BUDGET_S = 585.0
 """All parts together: ten minutes, less what the start and the end take."""
@@ -221,7 +221,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="where to write the result (not with --tiny: results/)")
     parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds for all parts")
     parser.add_argument("--only", nargs="+", help="names of parts")
+    parser.add_argument(
+        "--host-gb", type=float, help="main memory to count on (a virtual machine's may grow as it is used)"
+    )
     options = parser.parse_args(arguments)
+    if options.host_gb:
+        os.environ[HOST_GB] = str(options.host_gb)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))
     parts = tuple(
         part for part in (TINY if options.tiny else PARTS) if not options.only or part.name in options.only

@@ -17,8 +17,10 @@ ENGINE = "transformers:ContinuousBatchingConfig"
 WEIGHTS = (*CORE, "zstandard")
 HEAD = (
     *WEIGHTS, ENGINE, "numba", "aiohttp", "cryptography", "fastapi", "uvicorn", "uvloop", "websockets",
-    "obstore", "rich", "ruamel.yaml", "typer", "reasoning_gym",
+    "httpx2", "obstore", "rich", "ruamel.yaml", "typer", "reasoning_gym",
 )  # fmt: skip
+HOST_GB = "RLBOOST_GPU_CHECK_HOST_GB"
+"""Environment variable: main memory to count on, in GB, instead of what is free now."""
 
 
 @dataclass(frozen=True, slots=True)

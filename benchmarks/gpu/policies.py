@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
 from transformers.initialization import no_init_weights
 
+from benchmarks.gpu.parts import HOST_GB
 from benchmarks.gpu.shapes import SHAPES, FittedShape, ModelShape, fit
 from rlboost_runtime.job import Algorithm, Trainer
 from rlboost_runtime.trainer.learn.learner import Learner
@@ -59,7 +60,9 @@ def use_all_cores(tiny: bool) -> int:
 
 
 def host_bytes() -> int:
-    """Return the main memory that is free for us, a container's limit included."""
+    """Return the main memory that is free for us, a container's limit included; or what `--host-gb` says."""
+    if os.environ.get(HOST_GB):
+        return int(float(os.environ[HOST_GB]) * 1e9)
     free = psutil.virtual_memory().available
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
         path = Path("/sys/fs/cgroup") / name

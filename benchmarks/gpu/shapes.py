@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 GB = 1e9
 WEIGHT, GRADIENT, MOMENTS, CAST = 4, 4, 8, 2
 """Bytes per parameter: in float32 itself, its gradient and AdamW's two moments; its bfloat16 copy."""
-CHUNK_COPIES, CHUNK_BYTES = 4, 64 * 1024**2
-"""A chunk of logits, its softmax, its gradient and a cast (`trainer/learn/logprobs.py`)."""
+CHUNK_COPIES, CHUNK_BYTES = 4, 512 * 1024**2
+"""A chunk of logits, its softmax, its gradient and a cast (`trainer/kernels/head.py`)."""
 KEEP_BYTES = 128 * 1024**2
 """All logits are kept where they take no more."""
 USABLE = 0.90
@@ -104,57 +104,61 @@ def peak_flops(device: str) -> float | None:
     return PEAK_BF16_TFLOPS[max(found, key=len)] * 1e12 if found else None
 
 
-def saved_bytes(shape: ModelShape, tokens: int, *, checkpointing: bool) -> int:
-    """Return what a forward pass keeps for the backward pass, under autocast to bfloat16.
+def saved_bytes(shape: ModelShape, tokens: int, *, checkpointing: bool, fused_norms: bool = True) -> int:
+    """Return what a forward pass keeps for the backward pass in bfloat16, with the cast weights.
 
-    The residual stream and the norms are float32, everything from a matrix is bfloat16.
+    Behind the layers: the last norm's input and result; without the fused kernel its float32 forms too.
     """
     logits = 4 * tokens * shape.vocabulary
-    after = tokens * 10 * shape.hidden + (logits if logits <= KEEP_BYTES else 0)  # last norm, its cast
+    after = CAST * shape.vocabulary * shape.hidden + (logits if logits <= KEEP_BYTES else 0)
+    after += tokens * (4 if fused_norms else 8) * shape.hidden
     if checkpointing:
-        return after + shape.layers * tokens * 4 * shape.hidden
-    return after + shape.layers * (tokens * _layer_bytes(shape) + CAST * shape.layer_parameters)
+        return after + shape.layers * tokens * 2 * shape.hidden
+    kept = tokens * _layer_bytes(shape, fused_norms=fused_norms)
+    return after + shape.layers * (kept + CAST * shape.layer_parameters)
 
 
-def _layer_bytes(shape: ModelShape) -> int:
+def _layer_bytes(shape: ModelShape, *, fused_norms: bool) -> int:
     """Bytes that one layer keeps of one position.
 
-    E: two norms with input and output in float32 (16), three and two casts for the matrices behind them (10).
-    Query heads: the projection and its float32 form, the normed one, the one attention reads, attention's
-    result (12), key heads likewise with the value (12). I: gate, its activation, up, their product (8), for
-    each expert of the token, which also has its copy of the token and its answer.
+    E: two norms with input and output (8). Query heads: the projection that their norm reads, what attention
+    reads, attention's result (6), key heads likewise with the value (6). Norms that are not fused keep their
+    input in float32 and what it is before the weight (8 and 4 more). I: gate, activation, up, their product
+    (8), for each expert of the token, which also has its copy of the token and its answer.
     """
+    e, qk = (8, 6) if fused_norms else (16, 10)
     heads, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     copies = 4 * shape.hidden * shape.active if shape.experts else 0
-    return 26 * shape.hidden + 12 * heads + 12 * kv + 8 * shape.intermediate * shape.active + copies
+    return e * shape.hidden + qk * (heads + kv) + 8 * shape.intermediate * shape.active + copies
 
 
-def step_bytes(shape: ModelShape, tokens: int, *, checkpointing: bool) -> dict[str, int]:
+def step_bytes(
+    shape: ModelShape, tokens: int, *, checkpointing: bool, fused_norms: bool = True
+) -> dict[str, int]:
     """Return a training step's peak on the device, by part, with gradients of an earlier micro-batch."""
     parts = {
         "weights": WEIGHT * shape.parameters,
         "gradients": GRADIENT * shape.parameters,
         "moments": MOMENTS * shape.parameters,
-        "saved": saved_bytes(shape, tokens, checkpointing=checkpointing),
+        "saved": saved_bytes(shape, tokens, checkpointing=checkpointing, fused_norms=fused_norms),
     }
-    parts["transient"] = _transient_bytes(shape, tokens, checkpointing=checkpointing)
+    parts["transient"] = _transient_bytes(shape, tokens, checkpointing=checkpointing, fused_norms=fused_norms)
     return parts
 
 
-def _transient_bytes(shape: ModelShape, tokens: int, *, checkpointing: bool) -> int:
+def _transient_bytes(shape: ModelShape, tokens: int, *, checkpointing: bool, fused_norms: bool) -> int:
     """Return what comes and goes above the rest: the head's; checkpointed, a layer's or the casts."""
     table = shape.vocabulary * shape.hidden
     logits = 4 * tokens * shape.vocabulary
     head = (
-        (2 + 2 + 4) * table  # its cast, a chunk's product, the new gradient before it is added
+        (2 + 4) * table  # the new gradient as it is summed, and in bfloat16
         + CHUNK_COPIES * min(CHUNK_BYTES, logits)
         + 3 * 4 * tokens * shape.hidden
     )
     if not checkpointing:
         return head
-    again = tokens * _layer_bytes(shape) + (CAST + GRADIENT) * shape.layer_parameters
-    casts = CAST * shape.layers * shape.layer_parameters  # cached by autocast until the forward pass ends
-    return max(head, again, casts)
+    again = tokens * _layer_bytes(shape, fused_norms=fused_norms) + (CAST + GRADIENT) * shape.layer_parameters
+    return max(head, again)
 
 
 @dataclass(frozen=True, slots=True)

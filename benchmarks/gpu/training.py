@@ -76,13 +76,14 @@ def _measure_saved(
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
             kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
+        return tensor.detach()  # itself it would keep its graph, and so all of this, for ever
 
     half = trained.samples[: len(trained.samples) // 2]
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         output = trained.policy.forward([s.prompt_ids for s in half], [s.token_ids for s in half], 1.0)
     tokens = sum(len(s.prompt_ids) + len(s.token_ids) - 1 for s in half)
-    predicted = saved_bytes(shape, tokens, checkpointing=checkpointing)
+    fused = trained.policy.scorer.kernels.norms
+    predicted = saved_bytes(shape, tokens, checkpointing=checkpointing, fused_norms=fused)
     measured = sum(kept.values())
     report.add(saved_bytes_measured=measured, saved_bytes_predicted=predicted)
     report.check("saved_is_predicted", abs(predicted / measured - 1) <= SAVED_WITHIN)
@@ -106,7 +107,7 @@ def _measure_steps(
     report.add(steps_timed=len(seconds), step_s=seconds, tokens_per_s=round(per_s, 1))
     report.check("gradients_are_finite", metrics["minibatches_not_finite"] == 0 and metrics["grad_norm"] > 0)
     _report_mfu(report, shape, per_s)
-    _report_peak(report, shape, checkpointing=checkpointing)
+    _report_peak(report, shape, checkpointing=checkpointing, fused_norms=trained.policy.scorer.kernels.norms)
 
 
 def _report_mfu(report: PartReport, shape: ModelShape, per_s: float) -> None:
@@ -119,8 +120,9 @@ def _report_mfu(report: PartReport, shape: ModelShape, per_s: float) -> None:
     )
 
 
-def _report_peak(report: PartReport, shape: ModelShape, *, checkpointing: bool) -> None:
-    parts = step_bytes(shape, MICRO_BATCH_TOKENS[report.size], checkpointing=checkpointing)
+def _report_peak(report: PartReport, shape: ModelShape, *, checkpointing: bool, fused_norms: bool) -> None:
+    tokens = MICRO_BATCH_TOKENS[report.size]
+    parts = step_bytes(shape, tokens, checkpointing=checkpointing, fused_norms=fused_norms)
     predicted = sum(parts.values())
     report.add(peak_gb_predicted=round(predicted / GB, 3), peak_parts_gb=_in_gb(parts))
     if DEVICE.type == "cpu":
@@ -149,6 +151,7 @@ def _hand_over(report: PartReport, trained: TrainedPolicy) -> None:
         report.check("nothing_stays_after_free", torch.cuda.memory_allocated() <= LEFT_BYTES)
     report.add(take_s=_timed(trained.residency.take))
     trained.step(9)
+    report.add(free_again_s=_timed(trained.residency.free), take_again_s=_timed(trained.residency.take))
     report.check("trains_after_hand_over", trained.learner.sums.metrics()["grad_norm"] > 0)
 
 

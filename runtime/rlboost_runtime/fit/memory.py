@@ -2,11 +2,8 @@
 
 What a layer keeps for the backward pass was counted with `saved_tensors_hooks` on the trainer's own forward
 pass of packed rows (a unit test repeats it): bytes per position and element of width, for the residual stream
-(E), queries (Q), keys and values (K) and the MLP (I). The three columns are the three ways to compute:
-
-- float32: everything in float32, on CPUs;
-- autocast: one rank in bfloat16: residual stream and norms stay float32, and the cast weights are kept too;
-- sharded: several ranks in bfloat16: FSDP casts the weights, and the whole stream is bfloat16.
+(E), queries (Q), keys and values (K) and the MLP (I), in float32 and in bfloat16. One rank in bfloat16 keeps
+the cast weights too; on several ranks FSDP gathers them again.
 
 Norms compute in float32: each keeps its input so (where that is a copy), the normed values before the weight
 and after it. An MLP keeps gate, activation, up and their product. Checkpointing keeps the stream alone.
@@ -21,13 +18,13 @@ from typing import Literal
 
 from rlboost_runtime.fit.shape import TransformerShape
 
-Arithmetic = Literal["float32", "autocast", "sharded"]
+Arithmetic = Literal["float32", "bfloat16"]
 
 GIB = 2**30
 WEIGHT, GRADIENT, MOMENTS, CAST = 4, 4, 8, 2
 """Bytes per parameter: in float32 itself, its gradient and AdamW's two moments; its bfloat16 copy."""
-CHUNK_BYTES = 4 * 64 * 2**20
-"""A chunk of logits, its softmax, its gradient and a cast (`trainer/learn/logprobs.py`)."""
+CHUNK_BYTES, GPU_CHUNK_BYTES = 4 * 64 * 2**20, 4 * 512 * 2**20
+"""A chunk of logits, its softmax, its gradient and a cast (`trainer/kernels/head.py`)."""
 KEEP_BYTES = 128 * 2**20
 """All logits are kept for the backward pass where they take no more."""
 CONTEXT_BYTES = 2 * 10**9
@@ -53,8 +50,7 @@ class _Kept:
 
 _KEPT: Mapping[Arithmetic, _Kept] = {
     "float32": _Kept(e=24, q=16, k=16, i=16, stream=4, qk_norm=8),
-    "autocast": _Kept(e=26, q=10, k=10, i=8, stream=4, qk_norm=6),
-    "sharded": _Kept(e=16, q=10, k=10, i=8, stream=2, qk_norm=6),
+    "bfloat16": _Kept(e=16, q=10, k=10, i=8, stream=2, qk_norm=6),
 }
 
 
@@ -92,6 +88,11 @@ class TrainingSetup:
         return self.shape.adapter_parameters(self.lora_rank) if self.lora_rank else self.shape.parameters
 
     @property
+    def casts(self) -> bool:
+        """True if cast weights are kept for the backward pass."""
+        return self.arithmetic == "bfloat16" and self.ranks == 1
+
+    @property
     def element(self) -> int:
         """Bytes of one number of the arithmetic."""
         return 4 if self.arithmetic == "float32" else CAST
@@ -116,7 +117,7 @@ def layer_bytes(setup: TrainingSetup) -> int:
     if shape.experts:  # a copy of the token for each of its experts, and each one's answer
         width += 2 * setup.element * shape.hidden * shape.active_experts
     width += 7 * setup.element * setup.lora_rank
-    casts = CAST * shape.layer_parameters if setup.arithmetic == "autocast" else 0
+    casts = CAST * shape.layer_parameters if setup.casts else 0
     return setup.tokens * width + casts
 
 
@@ -127,7 +128,7 @@ def saved_bytes(setup: TrainingSetup) -> int:
     """
     shape, kept = setup.shape, _KEPT[setup.arithmetic]
     logits = 4 * setup.tokens * shape.vocabulary
-    behind = setup.tokens * (8 if setup.arithmetic == "sharded" else 8 + setup.element) * shape.hidden
+    behind = setup.tokens * (8 if setup.arithmetic == "bfloat16" else 8 + setup.element) * shape.hidden
     behind += logits if logits <= KEEP_BYTES else 0
     if setup.checkpointing:
         return behind + shape.layers * setup.tokens * kept.stream * shape.hidden
@@ -143,7 +144,9 @@ def gpu_bytes(setup: TrainingSetup) -> dict[str, int]:
         "moments": 0 if setup.offload else MOMENTS * setup.models * setup.trained // ranks,
         "activations": saved_bytes(setup),
         "one layer redone": layer_bytes(setup) if setup.checkpointing else 0,
-        "logits chunk": min(CHUNK_BYTES, 4 * 4 * setup.tokens * shape.vocabulary),
+        "logits chunk": min(
+            GPU_CHUNK_BYTES if setup.on_gpu else CHUNK_BYTES, 4 * 4 * setup.tokens * shape.vocabulary
+        ),
         "embedding and head": _root_bytes(setup),
         "gathered layers": _gathered_bytes(setup),
         "contexts": CONTEXT_BYTES if setup.on_gpu else 0,
@@ -188,4 +191,4 @@ def _root_bytes(setup: TrainingSetup) -> int:
     summed = 0 if setup.lora_rank else GRADIENT * table
     if setup.ranks > 1:
         return setup.element * root * (1 if setup.lora_rank else 2) + summed
-    return summed + (2 * CAST * table if setup.arithmetic == "autocast" else 0)
+    return summed + (2 * CAST * table if setup.casts else 0)

@@ -317,7 +317,7 @@ def _setup(job: Job, shape: TransformerShape, *, on_gpu: bool) -> TrainingSetup:
     trainer, ranks = job.trainer, job.trainer.ranks * job.trainer.nodes
     kind: Arithmetic = "float32"
     if trainer.dtype == "bfloat16" or (trainer.dtype == "auto" and on_gpu):
-        kind = "autocast" if ranks == 1 else "sharded"
+        kind = "bfloat16"
     return TrainingSetup(
         shape, kind, ranks, tokens=_largest_pass(job, trainer.pass_tokens),
         checkpointing=trainer.checkpoints_activations, offload=trainer.offloads_optimizer,

@@ -30,11 +30,11 @@ from rlboost_runtime.run.checkpoints import step_folder
 from rlboost_runtime.trainer.artifacts import checkpoint
 from rlboost_runtime.trainer.artifacts.checkpoint import TrainingState
 from rlboost_runtime.trainer.artifacts.publisher import Publisher, VersionContent
+from rlboost_runtime.trainer.device.mover import Mover
 from rlboost_runtime.trainer.learn.companions import Critic, Reference
 from rlboost_runtime.trainer.learn.learner import Learner
 from rlboost_runtime.trainer.learn.loading import hollow_model
 from rlboost_runtime.trainer.learn.model_files import version_configs
-from rlboost_runtime.trainer.learn.mover import Mover
 from rlboost_runtime.trainer.learn.policy import Policy, Residency
 from rlboost_runtime.trainer.learn.rank_worker import serve
 from rlboost_runtime.trainer.learn.ranks import End, Ranks

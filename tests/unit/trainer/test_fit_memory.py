@@ -76,7 +76,7 @@ def kept_bytes(policy: Policy) -> int:
     return sum(kept.values())
 
 
-@pytest.mark.parametrize("arithmetic", ["float32", "autocast", "sharded"])
+@pytest.mark.parametrize("arithmetic", ["float32", "bfloat16"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize(
     ("kind", "hidden"),
@@ -87,11 +87,7 @@ def test_kept_activations_are_predicted(
 ) -> None:
     model, shape = make(kind, hidden)
     policy = Policy(model, make_tokenizer())
-    dtype = "float32" if arithmetic == "float32" else "bfloat16"
-    policy.set_up(Trainer(dtype=dtype, activation_checkpointing=checkpointing), Algorithm())
-    if arithmetic == "sharded":  # as FSDP does: the weights are cast before the forward pass
-        policy.scorer.autocast = False
-        torch.nn.Module.to(model, torch.bfloat16)
+    policy.set_up(Trainer(dtype=arithmetic, activation_checkpointing=checkpointing), Algorithm())
     setup = TrainingSetup(
         shape, arithmetic, 1, tokens=TOKENS, checkpointing=checkpointing, offload=False, on_gpu=False
     )
@@ -139,7 +135,7 @@ def test_the_papers_set_up_is_what_was_worked_out_by_hand(model: str) -> None:
     shape, wanted = KNOWN_MODELS[model], PAPER_GB[model]
 
     def gb(*, checkpointing: bool) -> dict[str, float]:
-        setup = TrainingSetup(shape, "sharded", 8, tokens=14_848, checkpointing=checkpointing, offload=False)
+        setup = TrainingSetup(shape, "bfloat16", 8, tokens=14_848, checkpointing=checkpointing, offload=False)
         return {name: size / 1e9 for name, size in gpu_bytes(setup).items()}
 
     found = gb(checkpointing=True)
@@ -155,15 +151,16 @@ def test_the_papers_set_up_is_what_was_worked_out_by_hand(model: str) -> None:
 
 def test_offloaded_32b_just_fits_at_the_step() -> None:
     setup = TrainingSetup(
-        KNOWN_MODELS["Qwen/Qwen3-32B"], "sharded", 8, tokens=14_848, checkpointing=True, offload=True
+        KNOWN_MODELS["Qwen/Qwen3-32B"], "bfloat16", 8, tokens=14_848, checkpointing=True, offload=True
     )
-    assert sum(gpu_bytes(setup).values()) / 1e9 == pytest.approx(65, rel=0.06)
+    by_hand = 65 + 3.5 * 4 * 0.134  # with chunks of logits of 64 MiB; they are 512 MiB on a GPU
+    assert sum(gpu_bytes(setup).values()) / 1e9 == pytest.approx(by_hand, rel=0.06)
     assert step_bytes(setup) / 1e9 == pytest.approx(76, rel=0.08)
 
 
 def test_a_reference_takes_a_gpu_only_what_exceeds_the_activations() -> None:
     plain = TrainingSetup(
-        KNOWN_MODELS["Qwen/Qwen3-8B"], "sharded", 8, tokens=14_848, checkpointing=True, offload=False
+        KNOWN_MODELS["Qwen/Qwen3-8B"], "bfloat16", 8, tokens=14_848, checkpointing=True, offload=False
     )
     assert peak_bytes(replace(plain, has_reference=True)) == peak_bytes(plain)
     short = replace(plain, ranks=1, tokens=512, offload=True)
@@ -185,7 +182,7 @@ def test_known_models_have_their_published_sizes() -> None:
 
 def test_a_critic_costs_its_own_state_but_shares_the_passes() -> None:
     shape = KNOWN_MODELS["Qwen/Qwen3-8B"]
-    alone = TrainingSetup(shape, "sharded", 8, tokens=8192, checkpointing=True, offload=False)
+    alone = TrainingSetup(shape, "bfloat16", 8, tokens=8192, checkpointing=True, offload=False)
     both = replace(alone, has_critic=True)
     of_one, of_two = gpu_bytes(alone), gpu_bytes(both)
     for name in ("weights", "gradients", "moments"):

@@ -123,7 +123,9 @@ def test_on_a_cpu_only_what_it_has_is_tried() -> None:
     assert set(trials_on(SHAPE, CPU, torch.bfloat16)) == {"experts", "adamw"}
     assert set(trials_on(KernelShape(64, 4, 2, 32), CPU, torch.float32)) == {"adamw"}
     on_gpu = trials_on(SHAPE, torch.device("cuda"), torch.bfloat16)
-    assert set(on_gpu) == {"attention", "experts", "head", "adamw"}
+    assert set(on_gpu) == set(checks.NAMES)
+    exact = trials_on(SHAPE, torch.device("cuda"), torch.float32)
+    assert set(exact) == {"experts", "head", "adamw"}
 
 
 def step(monkeypatch: pytest.MonkeyPatch, *, agree: bool) -> tuple[Learner, list[Tensor]]:
@@ -147,7 +149,7 @@ def test_a_step_without_any_fast_kernel_is_the_same_step_and_the_metrics_say_so(
     plain, by_plain = step(monkeypatch, agree=False)
     assert fast.metrics()["kernels_refused"] == 0
     assert plain.metrics()["kernels_refused"] == len(checks.NAMES)
-    assert fast.policy.model.config._experts_implementation == "rlboost_grouped"
+    assert fast.policy.model.config._experts_implementation == "grouped_mm"
     assert plain.policy.model.config._experts_implementation == "eager"
     assert [group["fused"] for group in fast.optimizer.param_groups] == [True]
     assert [group["fused"] for group in plain.optimizer.param_groups] == [False]

@@ -11,8 +11,8 @@ from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.job import Algorithm, Job, PromptFile, TinyModel, Trainer, Warmup
 from rlboost_runtime.trainer.artifacts.publisher import WeightsCopy
 from rlboost_runtime.trainer.data.reading import Example
+from rlboost_runtime.trainer.device.mover import Mover
 from rlboost_runtime.trainer.learn.model_files import PROBE_TOLERANCE, next_logprobs, version_configs
-from rlboost_runtime.trainer.learn.mover import Mover
 from rlboost_runtime.trainer.learn.policy import Policy, Residency
 from rlboost_runtime.trainer.learn.ranks import Adam
 from rlboost_runtime.trainer.models import warmup

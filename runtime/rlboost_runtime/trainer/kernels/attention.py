@@ -66,14 +66,17 @@ def _with_former(blocks: Tensor) -> Tensor:
 
 @cache
 def varlen_attention() -> Callable[..., object] | None:
-    """Return torch's variable-length attention; None where this torch has none with a window and grouped
-    heads: attention then runs on padded rows."""
+    """Return torch's variable-length attention; None where this torch has none with a window (before 2.11):
+    attention then runs on padded rows."""
     try:
         from torch.nn.attention.varlen import varlen_attn  # flash attention, on GPUs only
     except ImportError:
         return None
-    wanted = {"scale", "window_size", "enable_gqa"}
-    return varlen_attn if wanted <= set(inspect.signature(varlen_attn).parameters) else None
+    return varlen_attn if {"scale", "window_size"} <= _parameters(varlen_attn) else None
+
+
+def _parameters(function: Callable[..., object]) -> set[str]:
+    return set(inspect.signature(function).parameters)
 
 
 def packed_attention(
@@ -92,11 +95,16 @@ def packed_attention(
     """
     varlen_attn = varlen_attention()
     if varlen_attn is None:
-        raise ImportError("this torch has no variable-length attention with windows and grouped heads")
+        raise ImportError("this torch has no variable-length attention with windows")
+    grouped = {}
+    if query_SHD.shape[1] != key_SHD.shape[1]:
+        if "enable_gqa" in _parameters(varlen_attn):
+            grouped = {"enable_gqa": True}
+        else:  # torch 2.11
+            key_SHD, value_SHD = (_for_each_query(each, query_SHD.shape[1]) for each in (key_SHD, value_SHD))
     found = varlen_attn(
         query_SHD, key_SHD, value_SHD, starts, starts, longest, longest,
-        scale=scaling, window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=query_SHD.shape[1] != key_SHD.shape[1],
+        scale=scaling, window_size=(-1 if window is None else window - 1, 0), **grouped,
     )  # fmt: skip
     assert isinstance(found, Tensor)
     return found

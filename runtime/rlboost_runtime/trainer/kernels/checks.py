@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from rlboost_runtime.logs import event
 from rlboost_runtime.trainer.kernels.attention import packed_attention, padded_attention
 from rlboost_runtime.trainer.kernels.experts import grouped_experts
-from rlboost_runtime.trainer.kernels.head import scored_by_liger, token_logprobs
+from rlboost_runtime.trainer.kernels.head import scored_by_liger, token_logprobs, wide_product
+from rlboost_runtime.trainer.kernels.norms import fused_norm, plain_norm
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +52,10 @@ class Kernels:
     """Experts as grouped products."""
     head: bool = False
     """Liger's fused linear cross-entropy, where nothing is trained."""
+    products: bool = False
+    """The head's products in float32 at once."""
+    norms: bool = False
+    """RMS norms as one kernel."""
     adamw: bool = False
     """AdamW's step as one kernel."""
     refused: Mapping[str, str] = field(default_factory=dict)
@@ -61,7 +66,7 @@ class Kernels:
         return [name for name in NAMES if getattr(self, name)]
 
 
-NAMES = ("attention", "experts", "head", "adamw")
+NAMES = ("attention", "experts", "head", "products", "norms", "adamw")
 PLAIN = Kernels()
 
 
@@ -92,7 +97,7 @@ def shape_for_kernels(config: Any) -> KernelShape:  # transformers' configuratio
 def trials_on(shape: KernelShape, device: torch.device, dtype: torch.dtype) -> dict[str, Callable[[], float]]:
     """Return, by name, the trials of the kernels that there are for `device`: each returns its error.
 
-    Attention and head have fast forms on GPUs only.
+    Only experts and optimizer have fast forms on CPUs.
     """
     on_gpu = device.type == "cuda"
     trials: dict[str, Callable[[], float]] = {}
@@ -102,6 +107,9 @@ def trials_on(shape: KernelShape, device: torch.device, dtype: torch.dtype) -> d
         trials["experts"] = lambda: experts_error(shape, device, dtype)
     if on_gpu:
         trials["head"] = lambda: head_error(shape, device, dtype)
+    if on_gpu and dtype is torch.bfloat16:
+        trials["products"] = lambda: products_error(shape, device, dtype)
+        trials["norms"] = lambda: norms_error(shape, device, dtype)
     trials["adamw"] = lambda: adamw_error(device)
     return trials
 
@@ -248,6 +256,43 @@ def head_error(
     with torch.no_grad():
         plain, _ = token_logprobs(hidden.float(), head.float(), targets, 0.7)
         return _apart([kernel(hidden, head, targets, 0.7)], [plain])
+
+
+def products_error(
+    shape: KernelShape,
+    device: torch.device,
+    dtype: torch.dtype,
+    kernel: Callable[..., Tensor] = wide_product,
+) -> float:
+    """Return how far `kernel` is from the logits in float32, and from a gradient of the head added to one."""
+    draw = _draw(5, device)
+    hidden = draw(sum(LENGTHS), shape.hidden).to(dtype)
+    head, logits = draw(VOCABULARY, shape.hidden).to(dtype), draw(sum(LENGTHS), VOCABULARY).to(dtype)
+    before = draw(VOCABULARY, shape.hidden)
+    plain = [hidden.float() @ head.float().T, before + logits.float().T @ hidden.float()]
+    onto = before.clone()
+    kernel(logits.T, hidden, onto=onto)
+    return _apart([kernel(hidden, head.T), onto], plain)
+
+
+def norms_error(
+    shape: KernelShape,
+    device: torch.device,
+    dtype: torch.dtype,
+    kernel: Callable[..., Tensor] = fused_norm,
+) -> float:
+    """Return how far `kernel` is from the norm written out in float32, over a stream's width and a head's."""
+    draw, worst = _draw(6, device), 0.0
+    for sizes in ((sum(LENGTHS), shape.hidden), (sum(LENGTHS), shape.heads, shape.head_dim)):
+        inputs = [draw(*sizes).to(dtype), draw(sizes[-1]).to(dtype)]
+        upstream = draw(*sizes).to(dtype)
+        found = _with_gradients(inputs, lambda hidden, weight: kernel(hidden, weight, 1e-6), upstream)
+        exact = [each.float() for each in inputs]
+        wanted = _with_gradients(
+            exact, lambda hidden, weight: plain_norm(hidden, weight, 1e-6), upstream.float()
+        )
+        worst = max(worst, _apart(found, wanted))
+    return worst
 
 
 def adamw_error(

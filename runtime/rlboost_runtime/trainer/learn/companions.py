@@ -48,7 +48,7 @@ class Reference:
             return
         self._scorer = scorer = other.scorer
         torch.nn.Module.requires_grad_(other.model, requires_grad=False)
-        scorer.compute_dtype, scorer.autocast = policy.scorer.compute_dtype, policy.scorer.autocast
+        scorer.compute_in(policy.scorer.compute_dtype, casts=False)
         torch.nn.Module.to(other.model, scorer.compute_dtype)
         other.spread(ranks, is_sent=is_sent)
         num_bytes = sum(each.numel() * each.element_size() for each in other.model.parameters())

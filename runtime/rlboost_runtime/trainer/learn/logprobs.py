@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlboost_runtime.logs import event
+from rlboost_runtime.trainer.kernels.casting import cast_weights
 from rlboost_runtime.trainer.kernels.checks import PLAIN
 from rlboost_runtime.trainer.kernels.head import scored_by_liger, token_logprobs
 from rlboost_runtime.trainer.learn.packing import PackedBatch, packed_row, use_packed_attention
@@ -41,9 +42,7 @@ class LogprobModel(nn.Module):
         super().__init__()
         self.model = model
         self.compute_dtype = torch.float32
-        """bfloat16 runs the arithmetic in it and leaves the weights as they are."""
-        self.autocast = False
-        """True if this module casts; a sharded model's weights are cast by FSDP."""
+        """That of the arithmetic; the weights stay float32. `compute_in` sets it."""
         self.kernels = PLAIN
         """The fast forms of the arithmetic that are used; none until they were tried on the device."""
         self.entropy_has_gradient = False
@@ -51,6 +50,12 @@ class LogprobModel(nn.Module):
         self.why_not_packed = self._odd_head() or use_packed_attention(model)
         if self.why_not_packed:
             event(log, "policy.padded", why=self.why_not_packed)
+
+    def compute_in(self, dtype: torch.dtype, *, casts: bool) -> None:
+        """Compute in `dtype`. `casts`: this module casts its weights; a sharded model's are cast by FSDP."""
+        self.compute_dtype = dtype
+        if casts and dtype is not torch.float32:
+            cast_weights(self, layers_of(self), dtype)
 
     def forward(
         self, batch: PackedBatch, temperature: float, *, whole: bool = False, only_scores: bool = False
@@ -63,11 +68,12 @@ class LogprobModel(nn.Module):
         """
         hidden_NE = self._hidden(batch)
         if hidden_NE is not None and not whole:
-            with torch.autocast(hidden_NE.device.type, enabled=False):
-                if only_scores and self.kernels.head and not torch.is_grad_enabled():
-                    scores_N = scored_by_liger(hidden_NE, self._head(), batch.targets_N, temperature)
-                    return scores_N, torch.zeros_like(scores_N)
-                return token_logprobs(hidden_NE, self._head(), batch.targets_N, temperature)
+            if only_scores and self.kernels.head and not torch.is_grad_enabled():
+                scores_N = scored_by_liger(hidden_NE, self._head(), batch.targets_N, temperature)
+                return scores_N, torch.zeros_like(scores_N)
+            return token_logprobs(
+                hidden_NE, self._head(), batch.targets_N, temperature, wide=self.kernels.products
+            )
         if hidden_NE is None:
             logits_NV = self._padded(batch, self.model, "logits")
         else:
@@ -80,7 +86,7 @@ class LogprobModel(nn.Module):
     def _hidden(self, batch: PackedBatch) -> Tensor | None:
         if self.why_not_packed:
             return None
-        with packed_row(), self._precision(batch):
+        with packed_row():
             output = self.model.base_model(
                 input_ids=batch.ids_1S,
                 position_ids=batch.positions_1S,
@@ -99,23 +105,25 @@ class LogprobModel(nn.Module):
         """Return the rows of `model`'s output that predict, by way of padded rows."""
         packing = batch.packing
         real_BL = torch.zeros_like(packing.spread_BL).flatten().index_fill(0, packing.gather_S, 1)
-        with self._precision(batch):
-            found = getattr(
-                model(
-                    input_ids=batch.ids_1S[0][packing.spread_BL],
-                    attention_mask=real_BL.view_as(packing.spread_BL),
-                    use_cache=False,
-                ),
-                output,
-            )
+        found = getattr(
+            model(
+                input_ids=batch.ids_1S[0][packing.spread_BL],
+                attention_mask=real_BL.view_as(packing.spread_BL),
+                use_cache=False,
+            ),
+            output,
+        )
         flat: Tensor = found.reshape(-1, found.shape[-1])
         return flat.index_select(0, packing.gather_S[batch.predicting_N])
 
     def _odd_head(self) -> str | None:
         return _odd_head(self.model)
 
-    def _precision(self, batch: PackedBatch) -> torch.autocast:
-        return torch.autocast(batch.ids_1S.device.type, self.compute_dtype, enabled=self.autocast)
+
+def layers_of(scorer: nn.Module) -> list[nn.Module]:
+    """Return the model's layers: the modules that `transformers` never splits."""
+    names = set(getattr(scorer.model, "_no_split_modules", None) or ())
+    return [module for module in scorer.modules() if type(module).__name__ in names]
 
 
 VALUE_HEAD = "value_head"
@@ -143,8 +151,7 @@ class ValueModel(LogprobModel):
         hidden_NE = self._hidden(batch)
         if hidden_NE is None:
             hidden_NE = self._padded(batch, self.model.base_model, "last_hidden_state")
-        with torch.autocast(hidden_NE.device.type, enabled=False):
-            values_N = hidden_NE.float() @ getattr(self.model, VALUE_HEAD).float()
+        values_N = hidden_NE.float() @ getattr(self.model, VALUE_HEAD).float()
         return values_N, torch.zeros_like(values_N)
 
     def _odd_head(self) -> str | None:

@@ -224,7 +224,6 @@ def _attention(
     assert window is not None or not getattr(module, "is_sliding", False), "a layer's window is not known"
     if window is not None and window >= packing.longest:
         window = None
-    query, key, value = _as_computed(query, key, value)
     if packing.by_kernel and query.dtype in (torch.bfloat16, torch.float16):
         query_SHD, key_SHD, value_SHD = (each[0].transpose(0, 1) for each in (query, key, value))
         found = packed_attention(
@@ -244,15 +243,6 @@ def _spread(heads_1HSD: Tensor, packing: Packing) -> Tensor:
     """[1, H, S, D] -> [B, H, L, D]."""
     rows = heads_1HSD[0].transpose(0, 1).index_select(0, packing.spread_BL.flatten())
     return rows.view(*packing.spread_BL.shape, *rows.shape[1:]).transpose(1, 2)
-
-
-def _as_computed(*heads: Tensor) -> tuple[Tensor, ...]:
-    """Return the heads in the dtype that attention computes in: under autocast rotary embeddings leave
-    queries and keys in float32, which the variable-length kernel refuses."""
-    device = heads[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return heads
-    return tuple(each.to(torch.get_autocast_dtype(device)) for each in heads)
 
 
 AttentionInterface.register(ATTENTION, _attention)

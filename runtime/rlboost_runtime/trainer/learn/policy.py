@@ -33,6 +33,7 @@ from transformers import (
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.file_tensors import FileLayout
 from rlboost_runtime.job import Algorithm, Lora, Trainer
+from rlboost_runtime.trainer.device.mover import Mover
 from rlboost_runtime.trainer.kernels.checks import (
     NAMES,
     Kernels,
@@ -41,6 +42,7 @@ from rlboost_runtime.trainer.kernels.checks import (
     trials_on,
 )
 from rlboost_runtime.trainer.kernels.experts import use_grouped_experts
+from rlboost_runtime.trainer.kernels.norms import use_fused_norms
 from rlboost_runtime.trainer.learn import lora as adapters
 from rlboost_runtime.trainer.learn.loading import StoredWeights, find_stored, hollow_model
 from rlboost_runtime.trainer.learn.logprobs import LogprobModel
@@ -50,7 +52,6 @@ from rlboost_runtime.trainer.learn.model_files import (
     small_files,
     stop_token_ids,
 )
-from rlboost_runtime.trainer.learn.mover import Mover
 from rlboost_runtime.trainer.learn.packing import Ids, pack
 from rlboost_runtime.trainer.learn.ranks import (
     ALONE,
@@ -175,8 +176,7 @@ class Policy:
                 "use the `lora` that the run began with",
             )
         if trainer.dtype == "bfloat16" or (trainer.dtype == "auto" and self.mover.device.type == "cuda"):
-            self.scorer.compute_dtype = torch.bfloat16
-            self.scorer.autocast = ranks.num == 1
+            self.scorer.compute_in(torch.bfloat16, casts=ranks.num == 1)
         use_grouped_experts(self.model)
         if trainer.checkpoints_activations:
             _checkpoint_activations(self.model)
@@ -198,6 +198,7 @@ class Policy:
         }
         found = replace(mine, refused={**mine.refused, **elsewhere}, **dict.fromkeys(elsewhere, False))
         use_grouped_experts(self.model, is_on=found.experts)
+        use_fused_norms(self.model, is_on=found.norms)
         self.scorer.kernels = found
         return found
 
@@ -346,8 +347,7 @@ class Policy:
         _copy_buffers(self.model, model)
         torch.nn.Module.eval(model)
         scorer = LogprobModel(model)
-        scorer.compute_dtype = self.scorer.compute_dtype
-        scorer.autocast = scorer.compute_dtype is not torch.float32
+        scorer.compute_in(self.scorer.compute_dtype, casts=True)
         return scorer
 
     def weights(self, *, frozen: bool = False) -> Iterator[tuple[str, Tensor]]:

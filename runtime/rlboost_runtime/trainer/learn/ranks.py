@@ -32,8 +32,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from rlboost_runtime.job import Algorithm, Trainer
-from rlboost_runtime.trainer.learn.logprobs import LogprobModel
-from rlboost_runtime.trainer.learn.mover import IN_MAIN_MEMORY, Mover
+from rlboost_runtime.trainer.device.mover import IN_MAIN_MEMORY, Mover
+from rlboost_runtime.trainer.learn.logprobs import LogprobModel, layers_of
 from rlboost_runtime.trainer.learn.sample import Sample
 
 if TYPE_CHECKING:
@@ -277,7 +277,7 @@ def shard(scorer: LogprobModel, ranks: Ranks, device: torch.device, rows: Rows |
         precision = MixedPrecisionPolicy(param_dtype=scorer.compute_dtype, reduce_dtype=torch.float32)
     weights = {name: parameter.detach() for name, parameter in scorer.named_parameters()}
     buffers = _leave_for_meta(scorer)
-    for block in _blocks(scorer):
+    for block in layers_of(scorer):
         fully_shard(block, mesh=mesh, mp_policy=precision)
     fully_shard(scorer, mesh=mesh, mp_policy=precision)
     torch.nn.Module.to_empty(scorer, device="cpu")
@@ -304,12 +304,6 @@ def _leave_for_meta(scorer: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
             buffers.append((module, name, buffer))
             setattr(module, name, torch.empty_like(buffer, device="meta"))
     return buffers
-
-
-def _blocks(scorer: LogprobModel) -> list[nn.Module]:
-    """Return the model's layers: the modules that `transformers` never splits."""
-    names = set(getattr(scorer.model, "_no_split_modules", None) or ())
-    return [module for module in scorer.modules() if type(module).__name__ in names]
 
 
 def _decayed_apart(parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:  # torch's format
@@ -369,6 +363,7 @@ class Adam(torch.optim.AdamW):
         self.step()
         if self.offload:
             self.move(self._mover.off)
+            self._mover.wait()
 
     def move(self, how: Callable[[Tensor], Tensor]) -> None:
         """Move the state, one tensor at a time."""

@@ -6,6 +6,9 @@ import gc
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from rlboost_runtime.trainer.device.host_memory import HostMemory
 
 
 class Mover:
@@ -17,6 +20,7 @@ class Mover:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._memory = HostMemory(registers=device.type == "cuda")
 
     @classmethod
     def to_accelerator(cls) -> Mover:
@@ -29,12 +33,22 @@ class Mover:
         return self.device.type != "cpu"
 
     def onto(self, tensor: Tensor) -> Tensor:
-        """Return the tensor on `device`; the same object if it is there."""
-        return tensor.to(self.device)
+        """Return the tensor on `device`; the same object if it is there. Its content is there for what
+        computes on the device next, and for others after `wait`."""
+        return tensor.to(self.device, non_blocking=True)
 
     def off(self, tensor: Tensor) -> Tensor:
-        """Return the tensor in main memory; the same object if it is there."""
-        return tensor.to("cpu")
+        """Return the tensor in main memory; the same object if it is there. Its content is there after
+        `wait`."""
+        return tensor if tensor.device.type == "cpu" else self._copied(tensor)
+
+    def _copied(self, tensor: Tensor) -> Tensor:
+        if isinstance(tensor, DTensor):
+            found = torch.empty_like(tensor, device="cpu")
+            assert isinstance(found, DTensor)
+            found._local_tensor = self._copied(tensor._local_tensor)
+            return found
+        return self._memory.like(tensor).copy_(tensor, non_blocking=True)
 
     def wait(self) -> None:
         """Wait until everything is where it was moved to."""
