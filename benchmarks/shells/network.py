@@ -13,6 +13,8 @@ CONNECT_S = (0.001, 0.02)
 LATENCY_S = (0.0005, 0.03)
 SLOW_SHARE, SLOW_S = 0.01, (0.1, 2.0)
 """Some messages are much later than others."""
+APART_S = 1e-6
+"""Between two messages of one sender: a loop runs what is due at the same moment in any order."""
 
 
 class End:
@@ -71,7 +73,7 @@ class End:
 
     def _at_other(self, act: Callable[[], None]) -> None:
         loop = asyncio.get_running_loop()
-        self._arrives_at = max(self._arrives_at, loop.time() + self._network.latency_s())
+        self._arrives_at = max(self._arrives_at + APART_S, loop.time() + self._network.latency_s())
         loop.call_at(self._arrives_at, act, context=OUTSIDE.copy())
 
     def _wake(self) -> None:

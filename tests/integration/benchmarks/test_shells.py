@@ -7,11 +7,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import msgspec
 import pytest
 
+from benchmarks.shells.loop import Process, VirtualLoop
+from benchmarks.shells.network import SLOW_S, Network
 from benchmarks.shells.storage import InlineJournal
 from benchmarks.shells.world import live
 from rlboost_runtime.coordinator.driver.core_driver import OpenStep
@@ -30,6 +33,25 @@ def test_seeds_keep_every_promise() -> None:
     happened = set().union(*(each.faults for each in lived))
     assert {"coordinator killed", "power cut", "process paused", "connection silent", "disk full"} <= happened
     assert all(each.num_tokens > 0 and each.num_events > 0 for each in lived)
+
+
+def test_a_connection_keeps_the_order_of_its_messages() -> None:
+    """Behind a slow message the next ones were due at one moment, and a loop runs such in any order."""
+    sent = [bytes([number]) for number in range(200)]
+
+    async def carry() -> list[bytes]:
+        network = Network(Random(3), lambda *_: None)
+        near, far = await network.connect(Process("one"), Process("other"))
+        for message in sent:
+            await near.send(message)
+        return [await far.receive() for _ in sent]
+
+    loop = VirtualLoop(lambda: 0.0)
+    try:
+        assert loop.run_until_complete(loop.create_task(carry())) == sent
+        assert loop.time() > SLOW_S[0], "a message was slow"
+    finally:
+        loop.close()
 
 
 def test_a_seed_is_lived_the_same_again_in_another_process() -> None:
