@@ -316,7 +316,7 @@ bench-engines: $(DEV) $(VLLM) ## vLLM through our agent's path against vLLM's ow
 	@$(BIN)/python -m benchmarks.engines
 
 .PHONY: bench-endpoint
-bench-endpoint: $(DEV) ## latency of the endpoint beside its engine alone, and a stream through 20 SIGKILLs (5 min)
+bench-endpoint: $(DEV) ## latency of the endpoint beside its engine alone, and a stream through 23 SIGKILLs (6 min)
 	@$(BIN)/python -m benchmarks.endpoint $(ARGS)
 
 .PHONY: bench-dashboard

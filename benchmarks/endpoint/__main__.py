@@ -1,6 +1,7 @@
-"""The endpoint of a served run beside its engine alone; then one stream through SIGKILLs of its machines.
+"""The endpoint of a served run beside its engine alone; then one stream through SIGKILLs of its machines and
+of the coordinator.
 
-    python -m benchmarks.endpoint --kills 20 --out endpoint.json
+    python -m benchmarks.endpoint --kills 20 --coordinator-kills 3 --out endpoint.json
 
 Measured, with a random model on this machine's CPUs. `engine` generates one token per request in this
 process, without a fleet; `endpoint` does so through `/v1/completions` of a fleet of local machines. Between
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import ssl
 import sys
 import tempfile
@@ -96,10 +98,18 @@ def timed(work: Any, number: int) -> dict[str, float]:
     return {"p50_s": round(cuts[49], 4), "p99_s": round(cuts[98], 4)}
 
 
-def storm(client: openai.OpenAI, cli: Cli, kills: int) -> tuple[list[int], dict[str, Any]]:
-    """Kill whichever machine generates the stream, again and again; return its ids, and how it went."""
+def storm(
+    client: openai.OpenAI, cli: Cli, kills: int, coordinator_kills: int
+) -> tuple[list[int], dict[str, Any]]:
+    """Kill whichever machine generates the stream, again and again, and now and then the coordinator; return
+    the stream's ids, and how it went."""
     ids: list[int] = []
-    found: dict[str, Any] = {"kills": 0, "finish_reason": None, "longest_pause_s": 0.0}
+    found: dict[str, Any] = {
+        "kills": 0,
+        "coordinator_kills": 0,
+        "finish_reason": None,
+        "longest_pause_s": 0.0,
+    }
 
     def read() -> None:
         last = time.monotonic()
@@ -125,11 +135,15 @@ def storm(client: openai.OpenAI, cli: Cli, kills: int) -> tuple[list[int], dict[
             cli("preempt", "served", busy[0])
             found["kills"] += 1
             print(json.dumps({"kill": found["kills"], "tokens": len(ids)}), flush=True)
+            if found["kills"] * (coordinator_kills + 1) // (kills + 1) > found["coordinator_kills"]:
+                cli.process("served", "coordinator").send_signal(signal.SIGKILL)
+                found["coordinator_kills"] += 1
+                time.sleep(1.0)  # the status is the old one's until the next has written its own
     reader.join()
     return ids, found
 
 
-def measure(cli: Cli, kills: int, number: int) -> dict[str, Any]:
+def measure(cli: Cli, kills: int, coordinator_kills: int, number: int) -> dict[str, Any]:
     """Serve a run, and return what was found."""
     model = str(varied_model(cli.home / "model", 64 + NUM_TOKENS))
     cli("launch", cli.job("served", model=model, **JOB), "--yes", "--detach")
@@ -145,7 +159,7 @@ def measure(cli: Cli, kills: int, number: int) -> dict[str, Any]:
 
         alone, served = timed(lambda: engine.generate(prompt_ids, 1), number), timed(ask, number)
         wanted = engine.generate(prompt_ids, NUM_TOKENS)
-        ids, found = storm(client, cli, kills)
+        ids, found = storm(client, cli, kills, coordinator_kills)
     cli("down", "served", "--yes")
     same = next((i for i, pair in enumerate(zip(ids, wanted, strict=False)) if pair[0] != pair[1]), len(ids))
     return {
@@ -166,14 +180,16 @@ def main() -> int:
     """Run it; 1 if a promise does not hold."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--coordinator-kills", type=int, default=3)
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, cli_of_its_own(Path(folder)) as cli:
-        found = measure(cli, options.kills, options.requests)
+        found = measure(cli, options.kills, options.coordinator_kills, options.requests)
     stream = found["stream"]
     passed = (
         stream["kills"] == options.kills
+        and stream["coordinator_kills"] == options.coordinator_kills
         and stream["finish_reason"] == "length"
         and stream["equal_tokens"] == stream["tokens"] == NUM_TOKENS
         and found["overhead_p50_s"] <= LIMIT_S

@@ -6,6 +6,7 @@ by name, never ignored; docs/endpoint.md lists it.
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
@@ -224,15 +225,29 @@ class ChatBody(SamplingBody):
 
 
 def as_conversation(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages with their content's parts joined to text, and reasoning under the name that chat
-    templates know. Raises `BadRequest`."""
+    """Return messages as chat templates know them: parts of a content joined by line breaks, arguments of
+    tool calls as objects, and reasoning under its other name. Raises `BadRequest`."""
     found = []
     for message in messages:
         shown = {**message, "content": _text_of(message.get("content"))}
         if "reasoning" in shown:
             shown.setdefault("reasoning_content", shown["reasoning"])
+        if isinstance(calls := shown.get("tool_calls"), list):
+            shown["tool_calls"] = [_with_arguments(call) for call in calls]
         found.append(shown)
     return found
+
+
+def _with_arguments(call: Any) -> Any:  # whatever the client sent
+    """Return a tool call whose arguments are an object: clients send it as text, and templates print it."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
 
 
 def _text_of(content: object) -> object:
@@ -247,7 +262,7 @@ def _text_of(content: object) -> object:
         ):
             raise BadRequest("a content part is no text", "send parts of type text only", "messages")
         texts.append(part["text"])
-    return "".join(texts)
+    return "\n".join(texts)
 
 
 class TokenizeBody(BaseModel):

@@ -24,6 +24,8 @@ class ChoicePiece:
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    """The stop string, or the stop token of the request, that ended it."""
     versions: list[int] = field(default_factory=list)
     """Policy versions that made it; known once it is over."""
 
@@ -32,7 +34,8 @@ class ChoicePiece:
         self.text += other.text
         self.ids += other.ids
         self.logprobs += other.logprobs
-        self.finish_reason, self.versions = other.finish_reason, other.versions
+        self.finish_reason, self.stop_reason = other.finish_reason, other.stop_reason
+        self.versions = other.versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +77,7 @@ class Form:
 
     def chunk(self, piece: ChoicePiece, *, is_first: bool) -> Json:
         """Return one line of a stream."""
-        choice: Json = {"index": piece.index, "finish_reason": piece.finish_reason, "logprobs": None}
+        choice = _bare_choice(piece)
         if self.is_chat:
             choice["delta"] = ({"role": "assistant"} if is_first else {}) | self._delta(choice, piece)
         else:
@@ -105,7 +108,7 @@ class Form:
         }
 
     def _choice(self, piece: ChoicePiece, num_choices: int) -> Json:
-        choice: Json = {"index": piece.index, "finish_reason": piece.finish_reason, "logprobs": None}
+        choice = _bare_choice(piece)
         if self.is_chat:
             thoughts, text = self._divide(piece)
             text, calls = find_tool_calls(text) if self.finds_tools else (text, [])
@@ -181,6 +184,11 @@ class Form:
             {"token": name, "logprob": logprob, "bytes": list(name.encode()), "top_logprobs": []}
             for name, logprob in zip(names, logprobs, strict=True)
         ]}  # fmt: skip
+
+
+def _bare_choice(piece: ChoicePiece) -> Json:
+    ended = {"finish_reason": piece.finish_reason, "stop_reason": piece.stop_reason}
+    return {"index": piece.index, **ended, "logprobs": None}
 
 
 def generated(request_id: str, prompt_ids: list[int], choices: Sequence[ChoicePiece]) -> Json:

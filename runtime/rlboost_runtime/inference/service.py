@@ -143,7 +143,10 @@ class Service:
     async def _grow(
         self, index: int, request: GenerateMessage, body: SamplingBody, linger_s: float
     ) -> AsyncGenerator[ChoicePiece | None, None]:
-        words = Words(self.model(), body.stops, skip_special_tokens=body.skip_special_tokens)
+        words = Words(
+            self.model(), body.stops, stop_token_ids=request.sampling.stop_token_ids,
+            skip_special_tokens=body.skip_special_tokens,
+        )  # fmt: skip
         sent, reason = 0, None
         async with self._fleet.read(request.request_id, linger_s) as response:
             while reason is None:
@@ -161,5 +164,12 @@ class Service:
                 response.is_delivered = reason is not None
                 logprobs = response.logprobs[sent:end].tolist()
                 versions = list(response.versions) if reason is not None else []
-                yield ChoicePiece(index, text, response.ids[sent:end].tolist(), logprobs, reason, versions)
+                ids = response.ids[sent:end].tolist()
+                stopped_by = words.stopped_by or _stop_token(ids, reason, body)
+                yield ChoicePiece(index, text, ids, logprobs, reason, stopped_by, versions)
                 sent = end
+
+
+def _stop_token(ids: Sequence[int], reason: str | None, body: SamplingBody) -> int | None:
+    """Return the token by which the request wanted the response to end; None if it did not."""
+    return ids[-1] if reason == "stop" and ids and ids[-1] in (body.stop_token_ids or ()) else None

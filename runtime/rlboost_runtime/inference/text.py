@@ -7,7 +7,7 @@ the beginning of a stop string is returned before that is known.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 _UNFINISHED = "\ufffd"
@@ -27,22 +27,35 @@ class Words:
     """Text of one growing response."""
 
     def __init__(
-        self, decoder: Decoder, stops: Sequence[str] = (), *, skip_special_tokens: bool = True
+        self,
+        decoder: Decoder,
+        stops: Sequence[str] = (),
+        *,
+        stop_token_ids: Collection[int] = (),
+        skip_special_tokens: bool = True,
     ) -> None:
+        """`stop_token_ids`: tokens that end a response; they have no text."""
         self._decoder = decoder
+        self._ends = frozenset(stop_token_ids)
+        self._num_ends = 0
         self._stops = tuple(stop for stop in stops if stop)
         self._skip = skip_special_tokens
         self._ids: list[int] = []
         self._context = 0  # first token of the window that is decoded
         self._read = 0  # tokens whose text is out
         self._held = ""  # may begin a stop string
-        self.is_stopped = False
-        """A stop string came; no text follows."""
+        self.stopped_by: str | None = None
+        """The stop string that came; no text follows."""
 
     @property
     def num_tokens(self) -> int:
         """Tokens taken in, up to the one that completed a stop string."""
-        return len(self._ids)
+        return len(self._ids) + self._num_ends
+
+    @property
+    def is_stopped(self) -> bool:
+        """True if a stop string came."""
+        return self.stopped_by is not None
 
     def add(self, token_ids: Sequence[int]) -> str:
         """Return the text that is certain with these tokens."""
@@ -50,6 +63,9 @@ class Words:
         for token_id in token_ids:
             if self.is_stopped:
                 break
+            if token_id in self._ends:
+                self._num_ends += 1
+                continue
             self._ids.append(token_id)
             pieces.append(self._held_back(self._next()))
         return "".join(pieces)
@@ -82,10 +98,10 @@ class Words:
         if not self._stops:
             return text
         text = self._held + text
-        found = min((at for stop in self._stops if (at := text.find(stop)) >= 0), default=-1)
-        if found >= 0:
-            self.is_stopped, self._held = True, ""
-            return text[:found]
+        found = min(((at, stop) for stop in self._stops if (at := text.find(stop)) >= 0), default=None)
+        if found is not None:
+            self.stopped_by, self._held = found[1], ""
+            return text[: found[0]]
         longest = max(map(len, self._stops)) - 1
         keep = next(
             (

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rlboost_runtime.inference.bodies import BadRequest
+from rlboost_runtime.inference.bodies import BadRequest, as_conversation
 from rlboost_runtime.inference.model import NotReady, load_model
 from rlboost_runtime.inference.text import Words
 from rlboost_runtime.protocol.messages import Sampling
@@ -81,3 +81,22 @@ def test_a_chat_is_rendered_by_the_models_own_template(run: RunFolder) -> None:
     (run.tokenizer / "chat_template.jinja").unlink()
     with pytest.raises(BadRequest, match="no chat template"):
         load_model(run, job()).render(messages)
+
+
+def test_messages_are_as_templates_know_them() -> None:
+    """Clients send the arguments of a call as text; a template that prints them as JSON would quote it."""
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
+    odd = [{**call, "function": {"name": "add", "arguments": text}} for text in ("[1]", "{", "{" * 10**5)]
+    shown = as_conversation(
+        [
+            {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]},
+            {"role": "assistant", "content": None, "tool_calls": [call, *odd, "no call"], "reasoning": "so"},
+            {"role": "assistant", "content": "", "tool_calls": None},
+        ]
+    )
+    assert shown[0]["content"] == "one\ntwo"
+    assert shown[1]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 2}}
+    assert shown[1]["tool_calls"][1:] == [*odd, "no call"]
+    assert shown[1]["reasoning_content"] == "so"
+    assert shown[2]["tool_calls"] is None
+    assert call["function"]["arguments"] == '{"a": 2}', "the client's own message is left alone"

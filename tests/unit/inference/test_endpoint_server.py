@@ -142,7 +142,7 @@ async def test_several_prompts_and_choices_keep_their_order(tmp_path: Path) -> N
 
 
 async def test_a_chat_renders_messages_parts_and_tools(tmp_path: Path) -> None:
-    prompt = "system: be short\nuser: hello there\ntools: 1\n"
+    prompt = "system: be short\nuser: hello\nthere\ntools: 1\n"
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
     ask: dict[str, Any] = {
         "model": "tiny",
@@ -150,7 +150,7 @@ async def test_a_chat_renders_messages_parts_and_tools(tmp_path: Path) -> None:
             {"role": "system", "content": "be short"},
             {
                 "role": "user",
-                "content": [{"type": "text", "text": "hello "}, {"type": "text", "text": "there"}],
+                "content": [{"type": "text", "text": "hello"}, {"type": "text", "text": "there"}],
             },
         ],
         "tools": [tool],

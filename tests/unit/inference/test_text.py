@@ -58,6 +58,7 @@ def test_a_stop_string_ends_the_text_wherever_portions_end(
     assert found == wanted
     assert words.num_tokens == used
     assert words.is_stopped == (used < len(text.encode()) or wanted != text)
+    assert words.stopped_by in (stops if words.is_stopped else [None])
 
 
 def test_what_may_begin_a_stop_string_waits() -> None:
@@ -67,6 +68,13 @@ def test_what_may_begin_a_stop_string_waits() -> None:
     assert words.add(b"d") == "ENd"
     assert words.add(b"E") == ""
     assert words.flush() == "E"
+
+
+def test_the_token_that_ends_a_response_counts_and_has_no_text() -> None:
+    words = Words(Bytes(), stop_token_ids=[ord("3"), END], skip_special_tokens=False)
+    assert words.add(list(b"sold ")) + words.add(list(b"3")) + words.flush() == "sold "
+    assert words.num_tokens == 6
+    assert not words.is_stopped, "it was the engine that stopped"
 
 
 def test_the_end_token_is_no_text_unless_it_is_asked_for() -> None:
