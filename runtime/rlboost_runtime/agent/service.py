@@ -137,6 +137,8 @@ class Agent:
         self._notice: PreemptionNotice | None = None
         self._listening: PeerListening | None = None
         self._owing = asyncio.Event()
+        self._awaited: set[int] = set()
+        """Assignments of requests from outside a step whose first token has not come."""
         self._room = asyncio.Event()
         self._room.set()
         self._over: asyncio.Queue[ExitCode] = asyncio.Queue()
@@ -191,6 +193,7 @@ class Agent:
             repeated += self._host.facts
         else:
             self._outbox.void()
+            self._awaited.clear()
             self._host.require_proof()
             self._aborts.put_nowait(None)
         self._check_room()
@@ -226,10 +229,13 @@ class Agent:
     # --- what the engine host calls ------------------------------------------------------------------------
 
     def output(self, output: EngineOutput) -> None:
-        """Send this to the coordinator soon; endings that it waits for at once."""
+        """Send this to the coordinator soon; at once the endings that it waits for, and the first tokens that
+        a client waits for."""
         self._outbox.add(output)
         self._owing.set()
-        if any(end.reason == "aborted" for end in output.ended):
+        awaited = self._awaited.intersection(output.request_ids)
+        self._awaited -= awaited.union(ended.request_id for ended in output.ended)
+        if awaited or any(end.reason == "aborted" for end in output.ended):
             self._flush()
         if self._outbox.is_full:
             self._room.clear()
@@ -257,9 +263,9 @@ class Agent:
     async def _flush_frames(self) -> None:
         while True:
             await self._owing.wait()
-            await self._clock.sleep(self._flush_s)
             self._owing.clear()
             self._flush()
+            await self._clock.sleep(self._flush_s)
 
     async def _send_heartbeats(self) -> None:
         generated = [0]
@@ -331,6 +337,8 @@ class Agent:
                 self._owing.set()
                 continue
             self._outbox.begin(item.assignment, item.offset, item.policy_version)
+            if item.sampling is not None:  # a request from outside a step
+                self._awaited.add(item.assignment)
             requests.append(
                 Request(
                     item.assignment,

@@ -52,7 +52,7 @@ from rlboost_runtime.coordinator.tunables import core_config
 from rlboost_runtime.core.base.messages import Command, Event, Pool, RunEnding
 from rlboost_runtime.core.base.prior import Prior
 from rlboost_runtime.core.core import Core
-from rlboost_runtime.core.state.machines import MachineState
+from rlboost_runtime.core.state.machines import MachineState, first_free_number
 from rlboost_runtime.deploy.bootstrap import instances_of, make_bootstrap
 from rlboost_runtime.deploy.shipment import Software, archive, common_part
 from rlboost_runtime.deploy.wheelhouse import Wheelhouse
@@ -237,7 +237,8 @@ class Coordinator:
         server = make_server(make_app(self._handlers(), read_token(self._run)), self._run)
         self._open_books()
         self._go_on_ending()
-        self._driver.begin(self._config, await self._prior())
+        named = first_free_number(bill.machine for bill in self._ledger.machines(self._clock.wall()))
+        self._driver.begin(self._config, await self._prior(), named)
         for text in self._driver.repairs:
             log_event(log, "storage.repaired", level=logging.WARNING, problem=text)
             self._ledger.note(self._clock.wall(), "storage", text)

@@ -417,7 +417,7 @@ class Core:
 
     def _on_coordinator_restarted(self, event: CoordinatorRestarted) -> None:
         self._controller.coordinator_restarted()
-        self._fleet.restarted(event.at)
+        self._fleet.restarted(event.at, event.num_named)
         self._lease.unserved_since = None
         self._context.is_ending = False  # an ended run that is started again goes on
 

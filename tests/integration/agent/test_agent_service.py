@@ -8,9 +8,11 @@ import socket
 import struct
 import subprocess
 import sys
+import time
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -332,6 +334,28 @@ async def test_it_pulls_proves_serves_and_sends_every_token_once(tmp_path):
         assert all(head.tokens(a) == expected(a) for a in range(6))
         while not (head.beats and head.beats[-1].engine_progress > 0 and head.beats[-1].running == 0):
             await head.hear(HeartbeatMessage)
+
+
+async def test_the_first_token_of_a_request_waits_for_no_flush(tmp_path):
+    """Nor does the first frame after a pause; tokens of a step gather."""
+    async with running(tmp_path, rate=20.0) as (_, head):
+        await head.hello()
+        head.say(Welcome(1, False, 6.0, 0.05, 1.0, "https://weights"))
+        await head.serve_version(0)
+        await asyncio.sleep(1.0)
+        began = time.monotonic()
+        head.say(AssignMessage((item(0),)))
+        while not head.tokens(0):
+            await head.hear(Frame)
+        assert time.monotonic() - began < 0.5
+        head.say(AssignMessage((msgspec.structs.replace(item(1), sampling=Sampling()),)))
+        while not head.tokens(1):
+            await head.hear(Frame)
+        assert time.monotonic() - began < 0.9, "the next flush is a second after the last"
+        frames = len(head.frames)
+        await head.hear(Frame)
+        assert time.monotonic() - began >= 0.9
+        assert len(head.frames) == frames + 1
 
 
 async def test_a_reset_connection_resumes_and_resends_what_was_not_acknowledged(tmp_path):

@@ -8,6 +8,7 @@ import math
 import os
 import random
 import shutil
+import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ import pytest
 
 from rlboost_runtime.billing.ledger import Ledger
 from rlboost_runtime.coordinator.audit import audit
+from rlboost_runtime.coordinator.driver import ingest as ingest_module
 from rlboost_runtime.coordinator.driver.core_driver import CoreDriver
 from rlboost_runtime.coordinator.driver.ingest import Ingest
 from rlboost_runtime.coordinator.driver.totals import recover
@@ -319,6 +321,42 @@ async def test_a_step_flows_from_request_to_delivery_and_lease(tmp_path: Path) -
         assert [row.tokens for row in made.ledger.steps()] == [7]
         trained = [each for each in read_events(made.driver.run.events) if isinstance(each, StepTrained)]
         assert [each.handover_s for each in trained] == [2.5], "the brain hears what the trainer measured"
+
+
+async def test_the_first_frame_after_a_pause_is_accepted_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ingest_module, "GATHER_S", 1.0)
+    async with shell(tmp_path) as made:
+        trainer = made.trainers()
+        agent = await join(made, trainer)
+        a, b = await begin_step(agent, trainer)
+        await asyncio.sleep(1.0)
+        began = time.monotonic()
+        await agent.say(frame(0, [(a, 0, [1, 2]), (b, 0, [5])]))
+        assert (await agent.hear(Ack)).seq == 0
+        assert time.monotonic() - began < 0.5
+        await agent.say(frame(1, [(a, 2, [9])]))
+        assert (await agent.hear(Ack)).seq == 1
+        assert time.monotonic() - began >= 1.0, "what follows gathers"
+
+
+async def test_a_step_whose_start_the_log_has_lost_is_in_the_books_once(tmp_path: Path) -> None:
+    """After a power cut the trainer's checkpoint may be ahead of the event log."""
+    async with shell(tmp_path) as made:
+        trainer = made.trainers()
+        agent = await join(made, trainer)
+        await begin_step(agent, trainer)
+        for _ in range(2):
+            await trainer.say(StepTrainedMessage(1, 0.0, 3.0, 9, 0.25, {"step_s": 4.0}))
+        await asyncio.sleep(0.05)
+        (row,) = made.ledger.steps()
+        assert (row.step, row.tokens, row.reward_mean) == (1, 9, 0.25)
+        assert row.ended_ns - row.started_ns == pytest.approx(4e9, rel=1e-3)
+        assert not [each for each in read_events(made.driver.run.events) if isinstance(each, StepTrained)]
+        await trainer.say(StepTrainedMessage(0, 0.0, 0.1, 7, 0.5, {}))  # the open one: never trained here
+        await asyncio.sleep(0.05)
+        assert [row.step for row in made.ledger.steps()] == [0, 1]
 
 
 async def test_tokens_stay_until_the_steps_checkpoint_is_durable(tmp_path: Path) -> None:

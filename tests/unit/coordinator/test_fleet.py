@@ -316,6 +316,26 @@ async def test_a_launch_in_doubt_is_in_doubt_after_a_restart_too(
         await until(lambda: made.book_state("spot-77") == "failed")
 
 
+async def test_at_the_end_a_launch_that_nobody_repeats_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The core still wants the machine whose launch had no answer; a closed fleet does not ask again."""
+    monkeypatch.setattr(fleet_module, "provider_traits", lambda name: ProviderTraits(name, launch_lag_s=0.6))
+    cloud = Cloud()
+    async with fleet_on(tmp_path, cloud, num_machines=0) as made:
+        made.ledger.intend(MachineRecord.of("spot-1", cloud.offers()[0], time.time()))
+        made.fleet._bought.add("spot-1", cloud.offers()[0])
+        table = made.driver.core._fleet
+        assert table._add(1, core_machines.MachineState.REQUESTED, 0.0).is_alive
+        ending = asyncio.create_task(made.fleet.end_all(5))
+        await asyncio.sleep(0.2)
+        assert not ending.done()
+        cloud.start("spot-1")
+        assert await ending == []
+        assert cloud.views["spot-1"].state is MachineStatus.GONE
+        assert made.book_state("spot-1") == "gone"
+
+
 async def test_what_a_former_coordinator_launched_is_not_gone_because_the_wall_clock_was_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ import errno
 import os
 import struct
 import threading
+import time
 import zlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -137,6 +138,24 @@ async def test_what_queues_during_a_sync_is_committed_with_one_more(tmp_path: Pa
         bench.disk.may_sync.set()
         await bench.journal.flushed()
         assert len(bench.disk.synced) == 2
+
+
+async def test_the_first_record_waits_for_nothing_and_the_next_ones_gather(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(journal_module, "GATHER_S", 0.5)
+    async with started(tmp_path / "journal") as bench:
+        bench.journal.open_step(0)
+        await asyncio.sleep(0.6)  # the step's own record is past
+        began = time.monotonic()
+        bench.append(b"a")
+        await until(lambda: bench.committed == [1])
+        assert time.monotonic() - began < 0.25
+        bench.append(b"bb")
+        bench.append(b"ccc")
+        await until(lambda: bench.committed == [1, 2, 3])
+        assert time.monotonic() - began >= 0.5
+        assert len(bench.disk.synced) <= 3, "one commit for both"
 
 
 async def test_an_empty_record_writes_nothing_and_keeps_its_turn(tmp_path: Path):

@@ -17,7 +17,7 @@ from rlboost_runtime.core.base.messages import (
     StepTrained,
     TerminateMachine,
 )
-from rlboost_runtime.core.state.machines import FORGET_AFTER_S, REJOIN_S, MachineState
+from rlboost_runtime.core.state.machines import FORGET_AFTER_S, REJOIN_S, MachineState, first_free_number
 
 
 def launches(commands) -> list[str]:
@@ -265,6 +265,18 @@ def test_a_restart_asks_again_for_what_was_not_answered(new_run) -> None:
     run.now = 100.0
     assert run.until(119.5) == [], "nobody could dial in meanwhile: both get their time anew"
     assert ends(run.until(120.0)) == ["spot-0", "spot-1"]
+
+
+def test_a_name_that_the_books_know_is_not_given_again(new_run) -> None:
+    """A power cut may take the launch of spot-3 from the event log, though not from the books."""
+    run = new_run(max_spot_instances=1)
+    run.launched("spot-0")
+    run.now = 100.0
+    assert launches(run.send(CoordinatorRestarted(100.0, num_named=4))) == []
+    asked = [*launches(run.send(MachineGone(100.0, "spot-0"))), *launches(run.until(110.0))]
+    assert asked == ["spot-4"]
+    assert first_free_number(["spot-0", "spot-11", "reserved-0", "node-3", "spot-x", "spot-2"]) == 12
+    assert first_free_number([]) == 0
 
 
 def test_superfluous_machines_are_ended_between_steps_after_three_of_them(new_run) -> None:

@@ -656,13 +656,13 @@ class CoreDriver:
             if response < FIRST_REQUEST:
                 self.store.assign(assignment, response, instance)
 
-    def begin(self, config: CoreConfig, prior: Prior | None = None) -> None:
+    def begin(self, config: CoreConfig, prior: Prior | None = None, num_named: int = 0) -> None:
         """Start the run with `config` and what a former run measured, or go on after a restart with what it
-        was started with."""
+        was started with. `num_named`: as `CoordinatorRestarted.num_named`."""
         if self.is_new:
             self.apply(RunStarted(0.0, config, _boot(), prior))
         else:
-            self.apply(CoordinatorRestarted(self.now(), _boot()))
+            self.apply(CoordinatorRestarted(self.now(), _boot(), num_named))
         self.requests.begin(self.apply, self.now)
         for event in self._late:
             self.apply(replace(event, at=self.now()))

@@ -1,8 +1,9 @@
 """Frames from all agents into the token store and the journal, several at a time.
 
 What a frame costs is mostly the number of numpy calls and of journal records, not its tokens. So frames that
-arrive within `GATHER_S` of one another are merged and accepted as one, with one journal record; each sender
-gets its own acknowledgement once that record is on stable storage; only then does the core learn what ended.
+arrive within `GATHER_S` of the last batch are merged and accepted as one, with one journal record; a frame
+that comes later is accepted at once, as somebody may wait for its first token. Each sender gets its own
+acknowledgement once that record is on stable storage; only then does the core learn what ended.
 
 Guarantees: frames of one sender are accepted in their order; a frame that contradicts itself costs its sender
 the connection and touches no other sender's tokens; `settle` leaves nothing gathered.
@@ -26,7 +27,7 @@ from rlboost_runtime.errors import ProtocolError
 from rlboost_runtime.protocol.messages import Frame
 
 GATHER_S = 0.02
-"""How long frames gather after the first one: less than half of the agents' flush interval."""
+"""Least time between two batches: less than half of the agents' flush interval."""
 
 NO_OWN_TOKENS = OwnTokens()
 
@@ -70,6 +71,8 @@ class Ingest:
         self._observers = tuple(observers)
         self._arrived: dict[Sender, deque[Frame]] = {}  # the one that waits longest first
         self._timer: asyncio.TimerHandle | None = None
+        self._accepted_at = -GATHER_S
+        """When the last batch was, by the loop's clock."""
         self.tokens_accepted = 0
         self.tokens_dropped = 0
         """Late: their assignment was no longer current, or they left a gap."""
@@ -79,7 +82,9 @@ class Ingest:
         """Queue one frame to be accepted within `GATHER_S`."""
         self._arrived.setdefault(sender, deque()).append(frame)
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(GATHER_S, self._accept_some)
+            loop = asyncio.get_running_loop()
+            due_s = self._accepted_at + GATHER_S - loop.time()
+            self._timer = loop.call_later(max(0.0, due_s), self._accept_some)
 
     def is_behind(self, sender: Sender) -> bool:
         """Return True if so much of a sender's waits that no more should be read from it for now."""
@@ -97,6 +102,7 @@ class Ingest:
         """Accept one batch; leave the next one to another turn of the loop, so that other tasks can run."""
         self._accept_batch()
         loop = asyncio.get_running_loop()
+        self._accepted_at = loop.time()
         self._timer = loop.call_later(0, self._accept_some) if self._arrived else None
 
     def _accept_batch(self) -> None:

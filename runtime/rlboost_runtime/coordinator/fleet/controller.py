@@ -540,8 +540,8 @@ class FleetController:
         core = self._state.core.machines
         before, self._doubtful = self._doubtful, {}
         for name in self._open_machines() & unlisted - self._coming:
-            is_repeated = name in self._nodes and not self._is_closed
-            if (name in core and core[name].is_alive) or is_repeated:
+            is_repeated = name in self._nodes or (name in core and core[name].is_alive)
+            if is_repeated and not self._is_closed:  # afterwards nobody asks again, and it may have come
                 continue
             since, problem = before.get(name, (asked_at, "the outcome of its launch is unknown"))
             offer = self._bought.get(name)

@@ -216,14 +216,17 @@ class TrainerLink:
     def _on_trained(self, message: wire.StepTrainedMessage) -> None:
         driver, now = self._driver, self._clock.wall()
         step = driver.core.step
-        is_ahead = step is not None and step.step > message.step  # a later one is rolled out meanwhile
-        is_known = message.step <= self._last_trained if is_ahead else step is not None and step.trained
-        if step is None or step.step < message.step or is_known:
+        is_forgotten = step is None or step.step < message.step  # a power cut took its start from the log
+        is_current = (
+            step is not None and step.step == message.step
+        )  # else a later one is rolled out meanwhile
+        if step.trained if step is not None and is_current else message.step <= self._last_trained:
             log_event(log, "trainer.stale_step", step=message.step)
             return
-        began = now - (driver.now() - step.started_at)
-        if is_ahead:  # steps overlap then: what a step takes is the time since the last one was trained
-            step_s = message.metrics.get("step_s", 0.0)
+        if step is not None and is_current:
+            began = now - (driver.now() - step.started_at)
+        else:  # where steps overlap, what one takes is the time since the last one was trained
+            step_s = message.metrics.get("step_s", message.busy_s)
             began = now - step_s if self._trained_at is None else self._trained_at
         self._last_trained, self._trained_at = message.step, now
         self._ledger.record_step(
@@ -234,6 +237,9 @@ class TrainerLink:
             reward_mean=message.reward_mean,
             metrics=self._measured(message),
         )
+        if is_forgotten:
+            log_event(log, "step.trained_unknown", step=message.step)
+            return
         handover_s = message.metrics.get("handover_s", 0.0)
         driver.apply(StepTrained(driver.now(), message.step, message.wait_s, message.busy_s, handover_s))
         for kind, text in self.warnings.trained(message.step, message.metrics):

@@ -32,6 +32,7 @@ import os
 import re
 import struct
 import threading
+import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -81,8 +82,8 @@ def _line(key: str, message: Event | Command) -> bytes:
 
 
 GATHER_S = 0.01
-"""How long the writer lets records gather after the first one. It bounds the commits (thread switches, syncs)
-to 100 a second; an acknowledgement comes this much later, a fifth of the agents' flush interval."""
+"""Least time between two commits, in which records gather: it bounds them (thread switches, syncs) to 100 a
+second. A record that comes later is committed at once."""
 RETRY_S = 1.0
 """Pause before the disk is tried again."""
 MAX_BATCH_BYTES = 16 * 1024 * 1024
@@ -159,6 +160,7 @@ class Journal:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._segment: _Segment | None = None  # the writer's
+        self._committed_at = -GATHER_S  # likewise
         self._problem: str | None = None  # the writer's
 
     @property
@@ -268,8 +270,9 @@ class Journal:
         shared = self._shared
         with shared.changed:
             shared.changed.wait_for(lambda: shared.queue or shared.drop_before is not None or shared.closing)
-            if self._problem is None and not shared.closing:
-                shared.changed.wait_for(lambda: shared.closing, timeout=GATHER_S)
+            due_s = self._committed_at + GATHER_S - time.monotonic()
+            if self._problem is None and not shared.closing and due_s > 0:
+                shared.changed.wait_for(lambda: shared.closing, timeout=due_s)
             batch: list[_Item] = []
             num_bytes = 0
             for item in shared.queue:
@@ -294,6 +297,7 @@ class Journal:
         self._disk.sync(segment.fd)
         segment.good_bytes += len(data)
         segment.torn = False
+        self._committed_at = time.monotonic()
 
     def _done(self, batch: list[_Item]) -> bool:
         """Take the batch off the queue and let its callbacks run; return whether all is done for good."""

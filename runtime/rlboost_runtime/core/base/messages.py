@@ -222,6 +222,8 @@ class CoordinatorRestarted(_Timed):
     """
 
     boot: str = ""
+    num_named: int = 0
+    """The first number that no machine ever had, by the books, which lose nothing: names are never reused."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ machine is known again and ended.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -34,6 +34,12 @@ FORGET_AFTER_S = 600.0
 """Seconds for which a machine that is gone stays known, counted at the next launch: late events about it have
 arrived by then. A run of weeks would otherwise keep, and look at every second, all that it ever had."""
 PREFIX = "spot-"
+
+
+def first_free_number(names: Iterable[str]) -> int:
+    """Return the number after the largest of the machines named so."""
+    digits = (name.removeprefix(PREFIX) for name in names if name.startswith(PREFIX))
+    return max((int(each) + 1 for each in digits if each.isdecimal()), default=0)
 
 
 class MachineState(StrEnum):
@@ -250,9 +256,10 @@ class MachineTable:
             self._not_before = max(self._not_before, at + RELAUNCH_PAUSE_S)
         return True
 
-    def restarted(self, at: float) -> None:
+    def restarted(self, at: float, num_named: int) -> None:
         """The coordinator was away: agents could not dial in meanwhile, and launches may not have been
-        made."""
+        made. `num_named`: the first number that no machine ever had, so far as the books know."""
+        self._next_number = max(self._next_number, num_named)
         for machine in self.machines.values():
             if machine.is_requested:
                 self._out(LaunchMachine(machine.machine))
