@@ -327,6 +327,7 @@ async def test_the_first_frame_after_a_pause_is_accepted_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ingest_module, "GATHER_S", 1.0)
+    monkeypatch.setattr(ingest_module, "SHARE", 1e-9)
     async with shell(tmp_path) as made:
         trainer = made.trainers()
         agent = await join(made, trainer)

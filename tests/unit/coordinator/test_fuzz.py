@@ -65,16 +65,15 @@ async def test_a_machine_registers_no_more_instances_than_it_can_have(tmp_path: 
 
 
 async def test_a_sender_that_does_not_wait_is_left_unread(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(ingest, "GATHER_S", 600.0)  # nothing is accepted meanwhile
     fuzz = Fuzz(tmp_path / "run", seed=0)
     made = fuzz.made
     made.driver.journal.start(asyncio.get_running_loop())
     await made.begin(8, 10)
     agent = Agent(made, "spot-0")
     assert await agent.join()
-    made.agents.ingest._accepted_at = asyncio.get_running_loop().time()  # just now
+    made.agents.ingest._due_at = asyncio.get_running_loop().time() + 600.0
     for _ in range(2_000):
         agent.say(wire.encode(agent.frame(lambda _: 0)))
     for _ in range(2_000):

@@ -144,6 +144,7 @@ async def test_the_first_record_waits_for_nothing_and_the_next_ones_gather(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(journal_module, "GATHER_S", 0.5)
+    monkeypatch.setattr(journal_module, "SHARE", 1e-9)
     async with started(tmp_path / "journal") as bench:
         bench.journal.open_step(0)
         await asyncio.sleep(0.6)  # the step's own record is past

@@ -1,7 +1,7 @@
 """Frames from all agents into the token store and the journal, several at a time.
 
 What a frame costs is mostly the number of numpy calls and of journal records, not its tokens. So frames that
-arrive within `GATHER_S` of the last batch are merged and accepted as one, with one journal record; a frame
+arrive soon after the last batch (`SHARE`) are merged and accepted as one, with one journal record; a frame
 that comes later is accepted at once, as somebody may wait for its first token. Each sender gets its own
 acknowledgement once that record is on stable storage; only then does the core learn what ended.
 
@@ -27,7 +27,11 @@ from rlboost_runtime.errors import ProtocolError
 from rlboost_runtime.protocol.messages import Frame
 
 GATHER_S = 0.02
-"""Least time between two batches: less than half of the agents' flush interval."""
+"""Longest time between two batches while frames come: less than half of the agents' flush interval."""
+
+SHARE = 0.1
+"""The pause after a batch makes its cost this share of the time: few frames wait little, and many are
+merged."""
 
 NO_OWN_TOKENS = OwnTokens()
 
@@ -71,8 +75,8 @@ class Ingest:
         self._observers = tuple(observers)
         self._arrived: dict[Sender, deque[Frame]] = {}  # the one that waits longest first
         self._timer: asyncio.TimerHandle | None = None
-        self._accepted_at = -GATHER_S
-        """When the last batch was, by the loop's clock."""
+        self._due_at = 0.0
+        """Until when frames gather, by the loop's clock."""
         self.tokens_accepted = 0
         self.tokens_dropped = 0
         """Late: their assignment was no longer current, or they left a gap."""
@@ -83,8 +87,7 @@ class Ingest:
         self._arrived.setdefault(sender, deque()).append(frame)
         if self._timer is None:
             loop = asyncio.get_running_loop()
-            due_s = self._accepted_at + GATHER_S - loop.time()
-            self._timer = loop.call_later(max(0.0, due_s), self._accept_some)
+            self._timer = loop.call_at(max(self._due_at, loop.time()), self._accept_some)
 
     def is_behind(self, sender: Sender) -> bool:
         """Return True if so much of a sender's waits that no more should be read from it for now."""
@@ -100,9 +103,11 @@ class Ingest:
 
     def _accept_some(self) -> None:
         """Accept one batch; leave the next one to another turn of the loop, so that other tasks can run."""
-        self._accept_batch()
         loop = asyncio.get_running_loop()
-        self._accepted_at = loop.time()
+        began = loop.time()
+        self._accept_batch()
+        now = loop.time()
+        self._due_at = now + min(GATHER_S, (now - began) / SHARE)
         self._timer = loop.call_later(0, self._accept_some) if self._arrived else None
 
     def _accept_batch(self) -> None:

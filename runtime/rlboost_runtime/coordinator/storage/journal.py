@@ -82,8 +82,10 @@ def _line(key: str, message: Event | Command) -> bytes:
 
 
 GATHER_S = 0.01
-"""Least time between two commits, in which records gather: it bounds them (thread switches, syncs) to 100 a
-second. A record that comes later is committed at once."""
+"""Longest time between two commits while records come: they gather in it."""
+SHARE = 0.2
+"""The pause after a commit makes its cost (thread switches, a sync) this share of the time. A record that
+comes later is committed at once."""
 RETRY_S = 1.0
 """Pause before the disk is tried again."""
 MAX_BATCH_BYTES = 16 * 1024 * 1024
@@ -160,7 +162,7 @@ class Journal:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._segment: _Segment | None = None  # the writer's
-        self._committed_at = -GATHER_S  # likewise
+        self._due_at = 0.0  # likewise
         self._problem: str | None = None  # the writer's
 
     @property
@@ -270,7 +272,7 @@ class Journal:
         shared = self._shared
         with shared.changed:
             shared.changed.wait_for(lambda: shared.queue or shared.drop_before is not None or shared.closing)
-            due_s = self._committed_at + GATHER_S - time.monotonic()
+            due_s = self._due_at - time.monotonic()
             if self._problem is None and not shared.closing and due_s > 0:
                 shared.changed.wait_for(lambda: shared.closing, timeout=due_s)
             batch: list[_Item] = []
@@ -293,11 +295,13 @@ class Journal:
             self._disk.truncate(segment.fd, segment.good_bytes)
         segment.torn = True
         data = _framed(batch, segment.good_bytes, is_old=segment.is_old)
+        began = time.monotonic()
         self._disk.write(segment.fd, data)
         self._disk.sync(segment.fd)
         segment.good_bytes += len(data)
         segment.torn = False
-        self._committed_at = time.monotonic()
+        now = time.monotonic()
+        self._due_at = now + min(GATHER_S, (now - began) / SHARE)
 
     def _done(self, batch: list[_Item]) -> bool:
         """Take the batch off the queue and let its callbacks run; return whether all is done for good."""
