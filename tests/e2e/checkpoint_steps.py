@@ -171,8 +171,8 @@ def main(folder: Path, what: str) -> None:
     if what == "resume":
         restored = sharded_state.restore_moments
 
-        def noting(*arguments: Any) -> None:
-            restored(*arguments)
+        def noting(*arguments: Any, **options: Any) -> None:
+            restored(*arguments, **options)
             torch.save(rows(learner), folder / f"resumed-{ranks.num}-{ranks.rank}.pt")
 
         for module in (checkpoint, sys.modules["rlboost_runtime.trainer.learn.rank_worker"]):
