@@ -37,6 +37,7 @@ from rlboost_runtime.core.base.messages import (
     RunEnding,
     TerminateMachine,
 )
+from rlboost_runtime.core.base.timers import Timer
 from rlboost_runtime.core.base.token_cost import MachineKind
 from rlboost_runtime.core.core import Core
 from rlboost_runtime.core.state import machines as core_machines
@@ -316,17 +317,24 @@ async def test_a_launch_in_doubt_is_in_doubt_after_a_restart_too(
         await until(lambda: made.book_state("spot-77") == "failed")
 
 
+@pytest.mark.parametrize("is_unwanted", [False, True])
 async def test_at_the_end_a_launch_that_nobody_repeats_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_unwanted: bool
 ) -> None:
-    """The core still wants the machine whose launch had no answer; a closed fleet does not ask again."""
+    """The core wants the machine whose launch had no answer, or has it ended; a closed fleet does not ask
+    again."""
     monkeypatch.setattr(fleet_module, "provider_traits", lambda name: ProviderTraits(name, launch_lag_s=0.6))
     cloud = Cloud()
     async with fleet_on(tmp_path, cloud, num_machines=0) as made:
         made.ledger.intend(MachineRecord.of("spot-1", cloud.offers()[0], time.time()))
         made.fleet._bought.add("spot-1", cloud.offers()[0])
         table = made.driver.core._fleet
-        assert table._add(1, core_machines.MachineState.REQUESTED, 0.0).is_alive
+        table._next_number = 2
+        state = core_machines.MachineState.REQUESTED
+        if is_unwanted:
+            state = core_machines.MachineState.TERMINATING
+            made.driver.core._context.timers.set(Timer.TERMINATE, "spot-1", made.driver.now() + 60)
+        assert table._add(1, state, 0.0).is_alive
         ending = asyncio.create_task(made.fleet.end_all(5))
         await asyncio.sleep(0.2)
         assert not ending.done()

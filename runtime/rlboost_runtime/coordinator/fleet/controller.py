@@ -485,7 +485,7 @@ class FleetController:
 
     def _look(self) -> _Look:
         machines = self._state.core.machines.values()
-        launched = {m.machine for m in machines if m.is_launched} | {*self._nodes.launched}
+        launched = {m.machine for m in machines if m.is_launched and m.was_accepted} | {*self._nodes.launched}
         return _Look(self._clock.now(), launched - self._busy)
 
     def _settle(self, found: _Listed, look: _Look) -> None:
@@ -540,7 +540,7 @@ class FleetController:
         core = self._state.core.machines
         before, self._doubtful = self._doubtful, {}
         for name in self._open_machines() & unlisted - self._coming:
-            is_repeated = name in self._nodes or (name in core and core[name].is_alive)
+            is_repeated = name in self._nodes or (name in core and core[name].is_requested)
             if is_repeated and not self._is_closed:  # afterwards nobody asks again, and it may have come
                 continue
             since, problem = before.get(name, (asked_at, "the outcome of its launch is unknown"))
@@ -548,6 +548,8 @@ class FleetController:
             lag_s = provider_traits("" if offer is None else offer.provider).launch_lag_s
             if asked_at - since >= lag_s and not self._may_be_in(name, silent):
                 self._ledger.failed(name, self._clock.wall(), problem)
+                if name in core and core[name].is_alive:  # it was to be ended, should it have come
+                    self._state.apply(MachineGone(self._state.now(), name))
             else:
                 self._doubtful[name] = since, problem
 
