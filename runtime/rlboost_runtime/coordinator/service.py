@@ -248,6 +248,7 @@ class Coordinator:
             serving = tasks.create_task(server.serve(sockets=[listener]))
             workers = [
                 tasks.create_task(self._fleet.serve()),
+                tasks.create_task(self._driver.broken()),
                 tasks.create_task(self._tick()),
                 tasks.create_task(self._keep_house()),
                 tasks.create_task(self._probe_lag()),

@@ -87,7 +87,8 @@ def test_an_acknowledgement_before_the_journal_is_found(monkeypatch: pytest.Monk
         plain(self, record)
 
     monkeypatch.setattr(InlineJournal, "append", append)
-    assert "does not fit" in first_broken("disk full")
+    found = first_broken("disk full")  # by the tokens' places, or by an end that nobody remembers
+    assert "does not fit" in found or "never finished" in found
 
 
 def test_a_response_that_continues_without_its_kept_tokens_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

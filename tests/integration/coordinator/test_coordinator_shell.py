@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import math
 import os
@@ -33,7 +34,9 @@ from rlboost_runtime.coordinator.storage.journal import read_events
 from rlboost_runtime.core.base.messages import (
     Assign,
     CoreConfig,
+    Finished,
     GrantLease,
+    LeaseReturned,
     RecallLease,
     RunEnding,
     StepTrained,
@@ -340,6 +343,31 @@ async def test_the_first_frame_after_a_pause_is_accepted_at_once(
         await agent.say(frame(1, [(a, 2, [9])]))
         assert (await agent.hear(Ack)).seq == 1
         assert time.monotonic() - began >= 1.0, "what follows gathers"
+
+
+async def test_an_event_that_cannot_be_logged_ends_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A response's end is applied in a callback, whose errors nobody sees: its step would never be over."""
+    async with shell(tmp_path) as made:
+        trainer = made.trainers()
+        agent = await join(made, trainer)
+        a, b = await begin_step(agent, trainer)
+        append = made.driver.events.append
+
+        def full(event: Any) -> None:
+            if isinstance(event, Finished):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            append(event)
+
+        monkeypatch.setattr(made.driver.events, "append", full)
+        await agent.say(frame(0, [(a, 0, [1, 2]), (b, 0, [5])], AssignmentEnd(a, "stop")))
+        async with asyncio.timeout(5):
+            with pytest.raises(OSError, match="No space left on device"):
+                await made.driver.broken()
+        monkeypatch.undo()  # there is room again, and what was lost stays lost
+        with pytest.raises(OSError, match="No space left on device"):
+            made.driver.apply(LeaseReturned(made.driver.now()))
 
 
 async def test_a_step_whose_start_the_log_has_lost_is_in_the_books_once(tmp_path: Path) -> None:

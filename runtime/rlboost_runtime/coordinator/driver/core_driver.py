@@ -243,6 +243,8 @@ class CoreDriver:
         self._opening = asyncio.Lock()
         self._pending: deque[Event] = deque()
         self._handling = False
+        self._fault: OSError | None = None
+        self._is_broken = asyncio.Event()
         self._recover(clock, disk, recovered.log)
         self._snapshots = SnapshotWriter(run.snapshot, snapshot_code(), clock, recovered.num_replayed)
 
@@ -253,7 +255,13 @@ class CoreDriver:
         return max(self.clock.now(), self.core.now)
 
     def apply(self, event: Event) -> None:
-        """Log one event, let the core handle it, carry out its commands; also from within a command."""
+        """Log one event, let the core handle it, carry out its commands; also from within a command.
+
+        Raises `OSError` if it cannot be logged, and for every later one: the process has to end, as whoever
+        comes next would wait for what was lost.
+        """
+        if self._fault is not None:
+            raise self._fault
         self._pending.append(event)
         if self._handling:
             return
@@ -266,6 +274,13 @@ class CoreDriver:
         finally:
             self._handling = False
 
+    async def broken(self) -> None:
+        """Wait until an event could not be logged, and raise why: `apply` may be called in a callback, whose
+        errors nobody sees."""
+        await self._is_broken.wait()
+        assert self._fault is not None
+        raise self._fault
+
     def tick(self) -> None:
         """Apply a `Tick` if the core's next deadline has passed."""
         deadline = self.core.next_deadline()
@@ -273,7 +288,12 @@ class CoreDriver:
             self.apply(Tick(self.now()))
 
     def _apply(self, event: Event) -> None:
-        self.events.append(event)
+        try:
+            self.events.append(event)
+        except OSError as fault:
+            self._fault = fault
+            self._is_broken.set()
+            raise
         commands = self.core.handle(event)
         self.totals.observe(event, commands, self.core)
         for command in commands:
