@@ -95,7 +95,11 @@ def both(
 ) -> Iterator[tuple[Server, Server]]:
     """Our endpoint, over one machine with vLLM, and vLLM's own server."""
     with cli_of_its_own(tmp_path_factory.mktemp("endpoint")) as cli:
-        yield _ours(cli, model), vllms_own()
+        servers = _ours(cli, model), vllms_own()
+        yield servers
+        for server in servers:
+            server.sync.close()
+            server.http.close()
         cli("down", MODEL, "--yes")
 
 
