@@ -78,6 +78,9 @@ def first_broken(*faults: str) -> str:
     )
 
 
+@pytest.mark.soak  # some hundred seeds: a minute and a half
+@pytest.mark.e2e
+@pytest.mark.timeout(600)
 def test_an_acknowledgement_before_the_journal_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = InlineJournal.append
 
