@@ -41,7 +41,6 @@ SLEEP_S, NUM_TOKENS, OBSERVED = 45.0, 16, 12
 """An environment's answer on average; tokens of a turn, and of what the environment says."""
 CONTEXT = 512
 NAME = "sessions"
-HEAD = ("coordinator", "inference", "weight-server", "supervisor", "trainer")
 
 
 @dataclass(slots=True)
@@ -97,9 +96,8 @@ async def load(cli: Cli, sessions: int, seconds: float) -> tuple[Found, dict[str
         found.counts = True
         await asyncio.sleep(seconds)
         memory = {
-            role: round(cli.process(NAME, role).memory_info().rss / 1e6, 1)
-            for role in HEAD
-            if (cli.run_folder(NAME).processes / f"{role}.json").exists()
+            path.stem: round(cli.process(NAME, path.stem).memory_info().rss / 1e6, 1)
+            for path in sorted(cli.run_folder(NAME).processes.glob("*.json"))
         }
         for talk in talks:
             talk.cancel()

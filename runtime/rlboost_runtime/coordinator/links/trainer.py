@@ -217,14 +217,12 @@ class TrainerLink:
         driver, now = self._driver, self._clock.wall()
         step = driver.core.step
         is_forgotten = step is None or step.step < message.step  # a power cut took its start from the log
-        is_current = (
-            step is not None and step.step == message.step
-        )  # else a later one is rolled out meanwhile
-        if step.trained if step is not None and is_current else message.step <= self._last_trained:
+        current = step if step is not None and step.step == message.step else None  # else another is open
+        if message.step <= self._last_trained if current is None else current.trained:
             log_event(log, "trainer.stale_step", step=message.step)
             return
-        if step is not None and is_current:
-            began = now - (driver.now() - step.started_at)
+        if current is not None:
+            began = now - (driver.now() - current.started_at)
         else:  # where steps overlap, what one takes is the time since the last one was trained
             step_s = message.metrics.get("step_s", message.busy_s)
             began = now - step_s if self._trained_at is None else self._trained_at
