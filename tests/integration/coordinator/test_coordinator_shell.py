@@ -40,6 +40,7 @@ from rlboost_runtime.core.base.messages import (
     RecallLease,
     RunEnding,
     StepTrained,
+    Tick,
 )
 from rlboost_runtime.core.lease_controller import LeaseState
 from rlboost_runtime.protocol.messages import (
@@ -608,6 +609,7 @@ async def finish_step(folder: Path) -> bytes:
         events = (folder / "events.log").read_bytes()
         await agent.say(frame(0, [(a, 0, [1, 2]), (b, 0, [5])]))
         await agent.hear(Ack)
+        made.driver.apply(Tick(made.driver.now()))  # the journal's next record knows of one more event
         ends = AssignmentEnd(a, "stop"), AssignmentEnd(b, "stop")
         await agent.say(frame(1, [(a, 2, [9]), (b, 1, [9])], *ends))
         await trainer.hear(DeliverGroupMessage)
