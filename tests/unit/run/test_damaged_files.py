@@ -71,7 +71,7 @@ def test_damaged_secrets_are_renewed_and_intact_ones_kept(run: RunFolder) -> Non
     assert [path.read_bytes() for path in (run.token, run.key, run.certificate)] == intact
     for path in (run.key, run.certificate):
         good = path.read_bytes()
-        for bad in (good[: len(good) // 2], b"", good[:150] + b"x" + good[151:]):
+        for bad in (good[: len(good) // 2], b"", good[:150] + bytes([good[150] ^ 1]) + good[151:]):
             path.write_bytes(bad)
             assert repair_secrets(run)
             server_context(run)
