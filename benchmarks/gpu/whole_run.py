@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.report import PartReport
-from rlboost_runtime.coordinator.audit import audit
+from rlboost_runtime.audit.run import audit
 from rlboost_runtime.processes import kill_tagged
 from rlboost_runtime.run.folder import RunFolder
 

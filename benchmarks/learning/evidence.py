@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlboost_runtime.coordinator.audit import audit
+from rlboost_runtime.audit.run import audit
 from rlboost_runtime.coordinator.storage.journal import read_events
 from rlboost_runtime.core.base.messages import LossCause, Pool, RunEnding
 from rlboost_runtime.core.core import Core

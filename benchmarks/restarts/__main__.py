@@ -30,7 +30,7 @@ from ruamel.yaml import YAML
 
 from benchmarks.checkout import commit
 from benchmarks.paper.static import constant_trace
-from rlboost_runtime.coordinator.audit import audit
+from rlboost_runtime.audit.run import audit
 from rlboost_runtime.coordinator.driver.core_driver import TOKENS
 from rlboost_runtime.coordinator.driver.totals import recover, snapshot_code
 from rlboost_runtime.coordinator.storage.journal import EventLog, LogPlace, SegmentReader

@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks.checkout import commit
 from rlboost_cli.simulation.rates import Rates, rates_of
-from rlboost_runtime.coordinator.audit import audit
+from rlboost_runtime.audit.run import audit
 from rlboost_runtime.coordinator.storage.journal import read_events
 from rlboost_runtime.run.create import stored_job
 from rlboost_runtime.run.folder import RunFolder

@@ -33,9 +33,9 @@ from benchmarks.shells.trainer import PlayedTrainer, Trained
 from rlboost_runtime.agent import engine_host
 from rlboost_runtime.agent import service as agent_service
 from rlboost_runtime.agent.bootstrap import Bootstrap
+from rlboost_runtime.audit.run import audit
 from rlboost_runtime.billing.ledger import Ledger
 from rlboost_runtime.coordinator import service
-from rlboost_runtime.coordinator.audit import audit
 from rlboost_runtime.coordinator.driver import core_driver
 from rlboost_runtime.coordinator.observers import priors
 from rlboost_runtime.coordinator.storage import journal, snapshot

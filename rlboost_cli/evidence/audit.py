@@ -44,7 +44,7 @@ def audit_of(run: RunFolder) -> dict[str, Any]:
 
 
 def _audit_here(run: RunFolder) -> dict[str, Any]:
-    from rlboost_runtime.coordinator.audit import audit
+    from rlboost_runtime.audit.run import audit
 
     found = audit(run)
     return {
@@ -62,6 +62,7 @@ def _audit_here(run: RunFolder) -> dict[str, Any]:
             "generated": found.tokens_generated,
             "lost": None if found.tokens_generated is None else sum(found.lost.values()),
         },
+        "turns": {"asked": found.requests, "trained": found.turns_trained},
         "steps": [
             {
                 "step": step.step,
@@ -89,6 +90,9 @@ def audit_lines(found: dict[str, Any]) -> Iterator[str]:
     else:
         lost = f" of {tokens['generated']:,} generated; {tokens['lost']:,} lost with their instances"
     yield f"tokens     {tokens['accepted']:,} accepted{lost}"
+    if found["turns"]["asked"]:
+        asked, trained = found["turns"]["asked"], found["turns"]["trained"]
+        yield f"requests   {asked:,} to the endpoint; {trained:,} trained as turns of episodes"
     if found["clean"]:
         yield "\nclean: every response ended once, with tokens of its step's policy version only"
     else:

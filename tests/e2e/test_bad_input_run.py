@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from rlboost_runtime.coordinator.audit import audit
+from rlboost_runtime.audit.run import audit
 from rlboost_runtime.processes import kill_tagged
 from rlboost_runtime.run.folder import read_json
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
-from rlboost_runtime.coordinator.audit import audit
+from rlboost_runtime.audit.run import audit
 
 pytestmark = pytest.mark.e2e
 
@@ -50,6 +50,11 @@ def lines(cli: Any, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in cli.run_folder(name).metrics.read_text().splitlines()]
 
 
+def num_turns(found: list[dict[str, Any]]) -> int:
+    """Turns of a run's steps, as its metrics have them; the rig's job has 6 prompts and groups of 4."""
+    return round(sum(line["turns_mean"] for line in found) * 6 * 4)
+
+
 @pytest.mark.soak
 def test_episodes_survive_kills_of_every_role(cli: Any) -> None:
     path = job(cli, "guess", {"python": "guess.py:Guess", "max_turns": 5}, algorithm={"steps": 9})
@@ -74,7 +79,9 @@ def test_episodes_survive_kills_of_every_role(cli: Any) -> None:
         assert line["environment_tokens_mean"] > 0
         assert sum(line[name] for name in line if name.startswith("episodes_left_out")) == 0
         assert line["mismatch_kl"] < 1e-6, "trained after exactly the tokens that it was sampled after"
-    assert audit(cli.run_folder("guess")).problems == []
+    audited = audit(cli.run_folder("guess"))
+    assert audited.problems == []
+    assert audited.turns_trained == num_turns(found)
     assert "1 to 9?" in cli("samples", "guess").stdout
     cli("down", "guess", "--yes")
     assert cli.processes("guess") == []
@@ -94,3 +101,6 @@ def test_functions_and_programs_train(cli: Any, environment: dict[str, Any]) -> 
     assert len(found) == 2
     assert all(line["reward_mean"] > 0 for line in found)
     assert all(line["turns_mean"] == (1 if network else 2) for line in found)
+    audited = json.loads(cli("audit", "other", "--json").stdout)
+    assert audited["clean"], audited["problems"]
+    assert audited["turns"]["trained"] == num_turns(found)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
-from rlboost_runtime.coordinator.audit import audit
+from rlboost_runtime.audit.run import audit
 from rlboost_runtime.job.environment import VerifiersTaskset
 from rlboost_runtime.trainer.episodes.taskset import task_rows
 

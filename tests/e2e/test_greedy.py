@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlboost_runtime.coordinator.audit import Audit, audit
+from rlboost_runtime.audit.run import Audit, audit
 from tests.e2e.e2e_rig import merged
 
 pytestmark = [pytest.mark.e2e, pytest.mark.soak]

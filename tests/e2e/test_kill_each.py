@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rlboost_runtime.coordinator.audit import audit
+from rlboost_runtime.audit.run import audit
 
 pytestmark = pytest.mark.e2e
 

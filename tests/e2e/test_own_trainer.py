@@ -12,7 +12,7 @@ import pytest
 from ruamel.yaml import YAML
 from safetensors.numpy import load_file
 
-from rlboost_runtime.coordinator.audit import audit
+from rlboost_runtime.audit.run import audit
 
 pytestmark = pytest.mark.e2e
 

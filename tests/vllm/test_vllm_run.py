@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from rlboost_runtime.coordinator.audit import audit
+from rlboost_runtime.audit.run import audit
 from rlboost_runtime.processes import MACHINE_TAG
 from tests.e2e.e2e_rig import Cli, cli_of_its_own
 from tests.vllm.vllm_rig import SLOWNESS

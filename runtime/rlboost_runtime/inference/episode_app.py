@@ -67,7 +67,14 @@ class RecordingService:
         return self._service.model()
 
     def ask(self, name: str, body: SamplingBody, max_tokens: int | None) -> list[GenerateMessage]:
-        """Ask the fleet. Raises what `Service.ask` raises."""
+        """Ask the fleet. Raises what `Service.ask` raises; a request that is refused is no turn."""
+        try:
+            return self._ask(name, body, max_tokens)
+        except Exception:
+            self._episode.take_back_turn()
+            raise
+
+    def _ask(self, name: str, body: SamplingBody, max_tokens: int | None) -> list[GenerateMessage]:
         model, opening = self.model(), self._episode.opening
         rooms = [
             min(place.room(self._most), model.max_model_len - len(place.prompt_ids)) for place in self._places

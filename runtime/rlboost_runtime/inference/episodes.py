@@ -147,6 +147,10 @@ class Episode:
             )
         self._num_turns += 1
 
+    def take_back_turn(self) -> None:
+        """Count a request no more: nothing was sampled for it, and its client may ask again."""
+        self._num_turns -= 1
+
     def meet_limit(self, limit: str) -> None:
         """Note that the episode asked for more than it may have."""
         self._limit = limit
@@ -215,7 +219,7 @@ class Episode:
     def lose(self, problem: str) -> None:
         """Note that a response was lost; its client may ask for it again."""
         self._problem = problem
-        self._num_turns -= 1
+        self.take_back_turn()
 
     def wait(self) -> None:
         """A request begins to wait for the model."""

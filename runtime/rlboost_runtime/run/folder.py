@@ -41,7 +41,8 @@ table.
     events.damaged.log  the same as found where a part could not be read; not read again           coordinator
     events.snapshot   the core after some of them; may be deleted           coordinator
     journal/          step-000012.seg: tokens                               coordinator
-    requests/         the same of requests to the endpoint, until they are delivered        coordinator
+    requests/         the same of requests to the endpoint, until they are delivered; what the audit needs
+                      of them stays in past/                                coordinator
     weights/          v000012/: immutable versions                          trainer
     former_versions/  v000012.json: manifests of versions whose files may be gone    trainer
     checkpoints/      step-000012/, and `model/` at the end                 trainer

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rlboost_runtime.audit.run import audit
 from rlboost_runtime.billing.ledger import Ledger
-from rlboost_runtime.coordinator.audit import audit
 from rlboost_runtime.coordinator.driver import ingest as ingest_module
 from rlboost_runtime.coordinator.driver.core_driver import CoreDriver
 from rlboost_runtime.coordinator.driver.ingest import Ingest

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from rlboost_runtime.coordinator.audit import audit
+from rlboost_runtime.audit.run import audit
 from rlboost_runtime.protocol.messages import (
     SCHEMA,
     AssignmentEnd,

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rlboost_runtime.audit.turns import Turns
 from rlboost_runtime.coordinator.driver import requests as desk_module
 from rlboost_runtime.coordinator.driver.core_driver import CoreDriver
 from rlboost_runtime.coordinator.driver.ingest import Ingest
@@ -56,13 +57,13 @@ PROMPT = np.arange(3, dtype="<i4").tobytes()
 class Head:
     """Core, journals and ingest of a run, with the test as its agents."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, keep_journal: bool = True) -> None:
         self.work_items: list[tuple[str, WorkItem]] = []
         self.aborts: list[int] = []
         config = CoreConfig(max_spot_instances=0, reserved_instances=0)
         self.driver = CoreDriver(
             RunFolder(folder), recover(folder / "events.log"), SystemClock(), SystemDisk(), self,
-            keep_journal=True,
+            keep_journal=keep_journal,
         )  # fmt: skip
         self.ingest = Ingest(self.driver)
         self.driver.journal.start(asyncio.get_running_loop())
@@ -129,9 +130,9 @@ def frame(entries: list[tuple[int, int, list[int]]], *endings: AssignmentEnd, ve
 
 
 @asynccontextmanager
-async def head(folder: Path) -> AsyncIterator[Head]:
+async def head(folder: Path, *, keep_journal: bool = True) -> AsyncIterator[Head]:
     folder.joinpath("journal").mkdir(exist_ok=True)
-    made = Head(folder)
+    made = Head(folder, keep_journal=keep_journal)
     try:
         yield made
     finally:
@@ -366,6 +367,20 @@ async def test_a_full_segment_is_replaced_by_what_is_open_of_it(
     async with head(tmp_path) as made:
         (tokens,) = made.driver.requests.open.values()
         assert list(tokens.ids) == [at % 7 for at in range(20)]
+    kept = Turns.read(tmp_path / "requests")
+    assert len(kept.requests) == 21, "what is over stays for the audit"
+    assert list(kept.requests[FIRST_REQUEST].ids) == [at % 7 for at in range(20)]
+
+
+async def test_without_evidence_nothing_is_kept_of_what_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(desk_module, "ROTATE_BYTES", 400)
+    async with head(tmp_path, keep_journal=False) as made:
+        for at in range(20):
+            await made.driver.requests.take(ask(f"other {at}"))
+            made.driver.requests.withdraw(f"other {at}")
+    assert len(list((tmp_path / "requests").rglob("*.seg"))) == 1
 
 
 async def test_frames_with_tokens_of_both_are_divided(tmp_path: Path) -> None:

@@ -198,6 +198,15 @@ def test_a_text_prompt_needs_no_chat_template(run: RunFolder, endpoint: Endpoint
     assert result.record.num_turns == 2
 
 
+def test_a_request_that_is_refused_is_no_turn(run: RunFolder, endpoint: Endpoint) -> None:
+    code = TALKS.replace('f"seen {len(response)}"', '"x" * 900')
+    with environment(run, code, max_turns=50) as play:
+        (result,) = play([{"turns": 9}])
+    asked = [request for request in endpoint.coordinator.asked if request.episode == 100]
+    assert result.record.limit == "tokens"
+    assert result.record.num_turns == len(asked) == 4
+
+
 FUNCTION = """
 import asyncio
 async def play(client, row):

@@ -127,10 +127,15 @@ def test_roles_know_each_other_only_where_the_table_says_so() -> None:
 def test_what_roles_share_knows_no_role() -> None:
     shared = (e for e in edges("rlboost_runtime") if role_of(e[0]) is None)
     starts_roles = ("rlboost_runtime.supervisor.supervisor",)
-    assert (
-        shown(e for e in shared if knows_role(e) and not any(within(e[0], each) for each in starts_roles))
-        == []
-    )
+    reads_what_roles_left = ("rlboost_runtime.audit",)
+    known = (*starts_roles, *reads_what_roles_left)
+    assert shown(e for e in shared if knows_role(e) and not any(within(e[0], each) for each in known)) == []
+
+
+def test_only_the_command_line_knows_the_audit() -> None:
+    audit = "rlboost_runtime.audit"
+    users = [(name, each) for name in NAMES for each in ours(name) if within(each, audit)]
+    assert shown(e for e in users if not within(e[0], audit) and not within(e[0], "rlboost_cli")) == []
 
 
 def test_the_runtime_knows_neither_the_cli_nor_a_cloud() -> None:

@@ -230,7 +230,11 @@ class CoreDriver:
         self.store = TokenStore()
         self.journal_problem: str | None = None
         self.journal = Journal(run.journal, disk, self._journal_problem, lambda: self.events.size)
-        self.requests = RequestDesk(run.requests, lambda folder: Journal(folder, disk, self._journal_problem))
+        self.requests = RequestDesk(
+            run.requests,
+            lambda folder: Journal(folder, disk, self._journal_problem),
+            keeps_past=keep_journal,
+        )
         self.step: OpenStep | None = None
         self.wanted = range(2**31)
         """The groups that the trainer has asked for and does not have. One that was killed has not asked

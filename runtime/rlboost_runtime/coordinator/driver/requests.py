@@ -7,7 +7,8 @@ The core decides where they run; here are their prompts and tokens. Guarantees:
 - a request is kept until it is withdrawn, or for `KEEP_S` without anybody who wants it.
 
 Their journal is one of its own, in `requests/`: a step's segment is replaced when the step is requested
-again. When a segment has `ROTATE_BYTES`, the open requests are written to a new one, and it is deleted.
+again. When a segment has `ROTATE_BYTES`, the open requests are written to a new one, and it is deleted, or
+moved to `past/` where the journal is kept as evidence.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import zlib
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -43,6 +44,8 @@ from rlboost_runtime.protocol.messages import Frame, GenerateMessage, WorkItem
 
 ROTATE_BYTES = 16 * 1024 * 1024
 """Bytes of records after which a segment is replaced by what is still open of it."""
+PAST = "past"
+"""In the journal's folder: segments that are kept although nothing in them is open."""
 KEEP_S = 600.0
 """How long a request is kept that nobody asks for: the endpoint restarts in seconds, its clients retry."""
 
@@ -51,6 +54,38 @@ _token_decoder = msgspec.msgpack.Decoder(list[RequestRecord])
 _REASONS = {*map(str, FinishReason), *map(str, ReleaseReason)} - {str(FinishReason.QUARANTINED)}
 
 Listener = Callable[[RequestTokens], None]
+
+
+def past_and_open_segments(folder: Path) -> list[Path]:
+    """Return the segments of a journal of requests, in the order in which they were written."""
+    return [*sorted((folder / PAST).glob("step-*.seg")), *sorted(folder.glob("step-*.seg"))]
+
+
+def request_record(number: int, request: GenerateMessage) -> bytes:
+    """Return what is journalled of a request."""
+    return _REQUEST + msgspec.msgpack.encode((number, request))
+
+
+def tokens_record(records: list[RequestRecord]) -> bytes:
+    """Return what is journalled of tokens."""
+    return _TOKENS + msgspec.msgpack.encode(records)
+
+
+def records_of(
+    segment: Iterable[bytes],
+) -> Iterator[tuple[int, GenerateMessage | None, list[RequestRecord]]]:
+    """Yield what a segment's records tell: a request and its number; or tokens; or, with neither, the number
+    of a request that is gone."""
+    for record in segment:
+        kind, body = record[:1], record[1:]
+        if kind == _REQUEST:
+            number, request = msgspec.msgpack.decode(body, type=tuple[int, GenerateMessage])
+            yield number, request, []
+        elif kind == _TOKENS:
+            yield 0, None, _token_decoder.decode(body)
+        else:
+            for number in msgspec.msgpack.decode(body, type=list[int]):
+                yield number, None, []
 
 
 @dataclass(slots=True)
@@ -75,7 +110,10 @@ class OwnTokens:
 class RequestDesk:
     """The open requests outside a step."""
 
-    def __init__(self, folder: Path, make_journal: Callable[[Path], Journal]) -> None:
+    def __init__(
+        self, folder: Path, make_journal: Callable[[Path], Journal], *, keeps_past: bool = False
+    ) -> None:
+        """`keeps_past`: what is over stays on disk, in `past/`, for an audit."""
         self.open: dict[int, RequestTokens] = {}
         self.listeners: set[Listener] = set()
         """Called with a request of which more is on stable storage, or which is over."""
@@ -83,6 +121,7 @@ class RequestDesk:
         """Why no request is taken; "" while they are."""
         self._folder = folder
         self._make_journal = make_journal
+        self._keeps_past = keeps_past
         self._journal: Journal | None = None
         self._by_name: dict[str, int] = {}
         self._by_assignment: dict[int, RequestTokens] = {}
@@ -119,7 +158,7 @@ class RequestDesk:
         number, self._next = self._next, self._next + 1
         tokens = self._add(number, request)
         self._reader_of[number] = reader
-        self._append(_REQUEST + msgspec.msgpack.encode((number, request)))
+        self._append(request_record(number, request))
         await self._started().flushed()
         if number in self.open:  # else it was withdrawn meanwhile
             self._apply(RequestArrived(self._now(), _asked(tokens)))
@@ -276,7 +315,7 @@ class RequestDesk:
                 tokens.durable, tokens.is_over = max(tokens.durable, length), tokens.is_over or is_over
                 self._tell(tokens)
 
-        record = _TOKENS + msgspec.msgpack.encode(found.records) if found.records else b""
+        record = tokens_record(found.records) if found.records else b""
         self._append(record, committed)
 
     # --- restart ------------------------------------------------------------------------------------------
@@ -286,8 +325,8 @@ class RequestDesk:
         self._next = next_request
         for path in sorted(self._folder.glob("step-*.seg")):
             self._segment = int(path.stem.split("-")[1])
-            for record in SegmentReader(path):
-                self._restore(record)
+            for number, request, records in records_of(SegmentReader(path)):
+                self._restore(number, request, records)
         self._next = max(self._next, *(number + 1 for number in self.open), FIRST_REQUEST)
         late: list[Event] = []
         for number in core.open_requests:
@@ -320,21 +359,18 @@ class RequestDesk:
         if self._journal is not None:
             await self._journal.close()
 
-    def _restore(self, record: bytes) -> None:
-        kind, body = record[:1], record[1:]
-        if kind == _REQUEST:
-            number, request = msgspec.msgpack.decode(body, type=tuple[int, GenerateMessage])
+    def _restore(self, number: int, request: GenerateMessage | None, records: list[RequestRecord]) -> None:
+        if request is not None:
             if number not in self.open:
                 self._add(number, request)
-        elif kind == _TOKENS:
-            for each in _token_decoder.decode(body):
+        elif records:
+            for each in records:
                 if each.response in self.open:
                     self.open[each.response].restore(each)
         else:
-            for number in msgspec.msgpack.decode(body, type=list[int]):
-                gone = self.open.pop(number, None)
-                if gone is not None:
-                    del self._by_name[gone.request.request_id]
+            gone = self.open.pop(number, None)
+            if gone is not None:
+                del self._by_name[gone.request.request_id]
 
     # --- helpers ------------------------------------------------------------------------------------------
 
@@ -377,16 +413,25 @@ class RequestDesk:
             self._rotate()
 
     def _rotate(self) -> None:
-        """Write what is open to a new segment; delete the earlier ones once it is there."""
+        """Write what is open to a new segment; drop the earlier ones once it is there."""
         journal, self._num_bytes = self._started(), 0
         self._segment += 1
         journal.open_step(self._segment, fresh=True)
         for number, tokens in self.open.items():
-            journal.append(_REQUEST + msgspec.msgpack.encode((number, tokens.request)))
+            journal.append(request_record(number, tokens.request))
             if records := tokens.records():
-                journal.append(_TOKENS + msgspec.msgpack.encode(records))
+                journal.append(tokens_record(records))
         before = self._segment
-        journal.append(b"", lambda: journal.drop_before(before))
+        journal.append(b"", lambda: self._drop_before(journal, before))
+
+    def _drop_before(self, journal: Journal, before: int) -> None:
+        if self._keeps_past:
+            past = self._folder / PAST
+            past.mkdir(mode=0o700, exist_ok=True)
+            for path in self._folder.glob("step-*.seg"):
+                if int(path.stem.split("-")[1]) < before:
+                    path.rename(past / path.name)
+        journal.drop_before(before)
 
 
 def _asked(tokens: RequestTokens) -> ResponseRequest:

@@ -80,6 +80,15 @@ class EpisodeFiles:
         return self._folder / f"step-{step:06d}.msgpack"
 
 
+def kept_steps(folder: Path) -> Iterator[tuple[StepKey, dict[int, EpisodeResult]]]:
+    """Yield the steps that a run has kept, in order: what their episodes belong to, and these by number."""
+    for path in sorted(folder.glob("step-*.msgpack")):
+        first = next(_records(path), None)
+        if first is not None:
+            key = msgspec.msgpack.decode(first[0], type=StepKey)
+            yield key, _read(path, key)[0]
+
+
 def _read(path: Path, key: StepKey) -> tuple[dict[int, EpisodeResult], int]:
     """Return the episodes of a file and how many of its bytes are good; none if it is of something else."""
     found: dict[int, EpisodeResult] = {}

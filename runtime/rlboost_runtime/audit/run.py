@@ -1,7 +1,8 @@
 """Check a run against the promises, from what it left on disk: event log, token journal, engines' own counts.
 
 The event log is replayed through a fresh core, whose invariants are checked after every event; the journal is
-read through a fresh token store. Needs `evidence.keep_journal` (and `evidence.count_tokens` for lost tokens)
+read through a fresh token store; what was trained of episodes is compared with what was sampled (`turns`).
+Needs `evidence.keep_journal` (and `evidence.count_tokens` for lost tokens)
 in the job. Only reads. A run that ended before its last step was whole has unfinished responses, which are
 counted in `unfinished`; in a run that is done they are a problem.
 """
@@ -16,10 +17,12 @@ from pathlib import Path
 
 import msgspec
 
+from rlboost_runtime.audit.turns import Turns
 from rlboost_runtime.coordinator.driver.core_driver import (
     FORGOTTEN,
     STEP_HEADER,
     OpenStep,
+    StepHeader,
     step_header,
 )
 from rlboost_runtime.coordinator.driver.totals import RunTotals
@@ -28,6 +31,8 @@ from rlboost_runtime.coordinator.storage.token_store import TokenStore
 from rlboost_runtime.core.base.messages import FIRST_REQUEST, Assign, EventsLost, Finished, TokensLost
 from rlboost_runtime.core.core import Core
 from rlboost_runtime.run.folder import RunFolder, read_json
+from rlboost_runtime.trainer.episodes.outcome import EpisodeResult
+from rlboost_runtime.trainer.episodes.results import StepKey, kept_steps
 
 
 @dataclass(slots=True)
@@ -69,6 +74,10 @@ class Audit:
     lost any."""
     said: dict[int, int] = field(default_factory=dict)
     """Tokens per finished response, as the event log has them."""
+    requests: int = 0
+    """What the endpoint was asked for, turns of episodes among it."""
+    turns_trained: int = 0
+    """Turns whose tokens were trained, each of them compared with what was sampled."""
     commands_digest: str = ""
     steps: list[StepAudit] = field(default_factory=list)
 
@@ -78,6 +87,7 @@ def audit(run: RunFolder) -> Audit:
     found = Audit()
     core, totals = Core(), RunTotals()
     finished: Counter[int] = Counter()
+    said_of_requests: Counter[int] = Counter()
     response_of: dict[int, int] = {}
     has_lost_events = False
     events = EventReader(run.events)
@@ -89,6 +99,8 @@ def audit(run: RunFolder) -> Audit:
         if isinstance(event, Finished) and event.response < FIRST_REQUEST:
             finished[event.response] += 1
             found.said[event.response] = event.num_tokens
+        elif isinstance(event, Finished):
+            said_of_requests[event.response] = event.num_tokens
         if isinstance(event, TokensLost):
             finished[event.response] -= 1
         for command in commands:
@@ -112,6 +124,8 @@ def audit(run: RunFolder) -> Audit:
             f"{found.requested} responses requested, {found.finished} finished, {found.cancelled} cancelled"
         )
     lengths: dict[int, int] = {}
+    turns = Turns.read(run.requests)
+    episodes = _Episodes(turns, {key.step: (key, results) for key, results in kept_steps(run.episodes)})
     for segment in sorted(run.journal.glob("step-*.seg")):
         step = int(segment.stem.split("-")[1])
         audited = _audit_step(
@@ -120,13 +134,55 @@ def audit(run: RunFolder) -> Audit:
             finished,
             lengths,
             found,
+            episodes,
             is_open=step == open_step,
             has_lost_events=has_lost_events,
         )
         found.steps.append(audited)
+    if not run.restored.exists():  # the lost head's requests are not all there
+        turns.check_lengths(said_of_requests)
+    found.problems += turns.problems
+    found.requests, found.turns_trained = len(turns.requests), turns.num_trained
+    lengths |= {n: len(tokens.ids) for n, tokens in turns.requests.items() if tokens.reason is not None}
     found.tokens_accepted = sum(lengths.values())
     _count_lost(run, response_of, lengths, found)
     return found
+
+
+@dataclass(slots=True)
+class _Episodes:
+    """Episodes that the trainer has kept, by step, and the turns that they were made of."""
+
+    turns: Turns
+    kept: dict[int, tuple[StepKey, dict[int, EpisodeResult]]]
+
+    def audit(self, result: StepAudit, header: StepHeader, num: int, found: Audit, *, is_open: bool) -> None:
+        """Compare a step's episodes with its turns."""
+        nothing = StepKey(result.step, result.policy_version, ""), dict[int, EpisodeResult]()
+        key, results = self.kept.get(result.step, nothing)
+        if key.policy_version != result.policy_version:
+            found.problems.append(
+                f"step {result.step}: its episodes were played under version {key.policy_version},"
+                f" not {result.policy_version}"
+            )
+        firsts = (header.first_response, *header.carried_from)
+        for number in range(num):
+            response, episode = header.first_response + number, results.get(number)
+            if episode is None:
+                if not is_open:
+                    found.problems.append(f"step {result.step}: nothing was kept of episode {number}")
+                continue
+            said = found.said.get(response, episode.num_sampled)
+            if said != episode.num_sampled:
+                found.problems.append(
+                    f"step {result.step}: episode {number}: {said} tokens said, {episode.num_sampled} kept"
+                )
+            made, wrong = self.turns.of_episode(
+                [first + number for first in firsts], episode, result.policy_version
+            )
+            found.problems += [f"step {result.step}: episode {number}: {each}" for each in wrong]
+            result.tokens[response] = b"".join(turn.ids.tobytes() for turn in made)
+            result.instances[response] = [name for turn in made for _, name, _ in turn.segments]
 
 
 def _audit_step(
@@ -135,6 +191,7 @@ def _audit_step(
     finished: Counter[int],
     lengths: dict[int, int],
     found: Audit,
+    episodes: _Episodes,
     *,
     is_open: bool,
     has_lost_events: bool,
@@ -165,6 +222,8 @@ def _audit_step(
     if reader.problem and not (reader.is_torn and is_open):
         problems.append(reader.problem)
     result = StepAudit(step, header.request.policy_version)
+    if header.request.are_episodes:
+        episodes.audit(result, header, len(opened.all_responses()), found, is_open=is_open)
     for response in opened.all_responses() if not header.request.are_episodes else ():
         is_whole = has_lost_events and store.is_complete(response) is not None
         if finished[response] == 0 and not is_open and not is_whole:
