@@ -44,12 +44,13 @@ class EpisodeOpening(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class RecordedSample(msgspec.Struct, frozen=True, array_like=True):
     """One sample: ids i32, logprobs f32 (0 where the environment wrote), `sampled` u8 per token of
-    `token_ids`."""
+    `token_ids`. `turns`: (number in the episode, first token) of each turn that it has."""
 
     prompt_ids: bytes
     token_ids: bytes
     logprobs: bytes
     sampled: bytes
+    turns: tuple[tuple[int, int], ...] = ()
 
 
 class EpisodeRecord(msgspec.Struct, frozen=True):
@@ -81,6 +82,7 @@ class _Sample:
     ids: array[int] = field(default_factory=lambda: array("i"))
     logprobs: array[float] = field(default_factory=lambda: array("f"))
     sampled: bytearray = field(default_factory=bytearray)
+    turns: list[tuple[int, int]] = field(default_factory=list)
     text: str | None = None
     """Prompt and all that follows as text; None: not known."""
     shown: str | None = None
@@ -93,8 +95,9 @@ class _Sample:
 
     def recorded(self) -> RecordedSample:
         return RecordedSample(
-            self.prompt_ids.tobytes(), self.ids.tobytes(), self.logprobs.tobytes(), bytes(self.sampled)
-        )
+            self.prompt_ids.tobytes(), self.ids.tobytes(), self.logprobs.tobytes(), bytes(self.sampled),
+            tuple(self.turns),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +123,7 @@ class Episode:
         self.raw: dict[str, str] = {}
         """By the id of its first tool call: a response as the model wrote it."""
         self._samples: list[_Sample] = []
-        self._num_turns = 0
+        self._num_turns = self._num_recorded = 0
         self._versions: set[int] = set()
         self._limit = self._problem = self._last = ""
         self._is_cut = False
@@ -210,6 +213,8 @@ class Episode:
             self._samples.append(sample)
         else:
             sample.add(place.added, [0.0] * len(place.added), is_sampled=False)
+        sample.turns.append((self._num_recorded, len(sample.ids)))
+        self._num_recorded += 1
         sample.add(ids, logprobs, is_sampled=True)
         sample.text = None if place.text is None else place.text + text
         sample.shown = None if place.text is None else place.text + shown

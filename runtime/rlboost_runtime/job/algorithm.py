@@ -160,6 +160,9 @@ class Algorithm(Model):
     """Settings of loss dpo; null: its defaults."""
     rejection: Rejection | None = None
     """Settings of loss rejection; null: its defaults."""
+    advantage_level: Literal["response", "turn"] = "response"
+    """Where there is an environment, what has an advantage of its own: response, all of an episode's tokens
+    the same; turn, each turn by what the episode earns from it on (docs/agents.md)."""
     minibatches_per_step: int = Field(default=1, ge=1)
     """Optimizer steps per step; must divide prompts_per_step."""
     clip_low: float | None = Field(default=None, gt=0, lt=1)
@@ -252,6 +255,15 @@ class Algorithm(Model):
             raise ValueError(
                 f"zero_variance_groups is {self.zero_variance_groups}, but a single response has no variance;"
                 " write keep, or a group_size of at least 2"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _turns_can_be_compared(self) -> Self:
+        if self.advantage_level == "turn" and self.loss in ("gspo", "reinforce_pp", *WITHOUT_RATIO):
+            raise ValueError(
+                f"advantage_level is turn, but loss {self.loss} has one advantage per response; write"
+                " response, or another loss: grpo, dapo, dr_grpo, rloo, cispo, ppo"
             )
         return self
 

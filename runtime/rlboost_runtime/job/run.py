@@ -263,6 +263,11 @@ class Job(Model):
     @model_validator(mode="after")
     def _episodes_are_trained(self) -> Self:
         if self.environment is None:
+            if self.algorithm.advantage_level == "turn":
+                raise ValueError(
+                    "algorithm.advantage_level is turn, but there is no environment: a response has one turn;"
+                    " remove it"
+                )
             return self
         if self.algorithm.loss in ("sft", "dpo"):
             raise ValueError(

@@ -198,6 +198,36 @@ def test_a_text_prompt_needs_no_chat_template(run: RunFolder, endpoint: Endpoint
     assert result.record.num_turns == 2
 
 
+def test_turns_may_have_rewards_of_their_own(run: RunFolder, endpoint: Endpoint) -> None:
+    code = TALKS.replace("return len(self.heard) / 10", "return [0.5 * k for k in range(len(self.heard))]")
+    with environment(run, code) as play:
+        one, three = play([{"turns": 1}, {"turns": 3}])
+    assert (one.reward, one.rewards) == (0.0, (0.0,))
+    assert (three.reward, three.rewards) == (1.5, (0.0, 0.5, 1.0))
+    (sample,) = three.record.samples
+    assert [turn for turn, _ in sample.turns] == [0, 1, 2]
+    for _, at in sample.turns:
+        assert sample.sampled[at]
+        assert at == 0 or not sample.sampled[at - 1], "a turn begins after what the environment wrote"
+
+
+@pytest.mark.parametrize(
+    ("returned", "problem"),
+    [
+        ("[0.5] * 3", "returned 3 rewards for 2 turns"),
+        ("[0.5, None]", "returned a NoneType"),
+        ("[0.5, float('nan')]", "returned nan"),
+    ],
+)
+def test_rewards_that_do_not_fit_the_turns_are_no_reward(
+    run: RunFolder, endpoint: Endpoint, returned: str, problem: str
+) -> None:
+    code = TALKS.replace("return len(self.heard) / 10", f"return {returned}")
+    with environment(run, code, tries=1) as play:
+        (result,) = play([{"turns": 2}])
+    assert (result.failure, result.problem) == (EpisodeFailure.NO_NUMBER, problem)
+
+
 def test_a_request_that_is_refused_is_no_turn(run: RunFolder, endpoint: Endpoint) -> None:
     code = TALKS.replace('f"seen {len(response)}"', '"x" * 900')
     with environment(run, code, max_turns=50) as play:
@@ -437,6 +467,7 @@ def test_a_server_that_vanishes_in_mid_episode_is_no_reward_of_0(
     assert (result.failure, result.num_tries) == (failure, tries)
     assert result.reward == (None if failure else 0.5)
     if not failure:
+        assert result.rewards == (0.5,), "a server's steps have a reward each"
         (sample,) = result.record.samples
         assert bytes(sample.prompt_ids)[::4] == b"0 tools\nuser: beginhello\nassistant: "
 

@@ -22,6 +22,20 @@ def written(folder: Path, environment: str, rest: str = "") -> Path:
     return path
 
 
+def test_advantages_of_turns_need_an_environment_and_a_loss_that_has_them(tmp_path: Path) -> None:
+    def job(loss: str, environment: str = "environment: env.py:Game\n") -> Path:
+        path = written(tmp_path, "null")
+        algorithm = f"algorithm: {{loss: {loss}, advantage_level: turn}}\n"
+        path.write_text(path.read_text().replace("environment: null\n", environment) + algorithm)
+        return path
+
+    assert load_job(job("dr_grpo")).algorithm.advantage_level == "turn"
+    with pytest.raises(JobErrors, match="advantage_level: is turn, but loss gspo has one advantage per resp"):
+        load_job(job("gspo"))
+    with pytest.raises(JobErrors, match="is turn, but there is no environment"):
+        load_job(job("grpo", ""))
+
+
 @pytest.mark.parametrize("environment", ["env.py:Game", "env.py:play", "{python: 'env.py:Game', tries: 1}"])
 def test_a_class_or_a_function_of_a_file_is_an_environment(tmp_path: Path, environment: str) -> None:
     found = load_job(written(tmp_path, environment)).episodes

@@ -109,10 +109,12 @@ class Player:
             return Played(call.number, 0.0) if is_limit(error) else self._raised(call, error, folder)
         if value is None:
             return Played(call.number)
-        answer = judge(value)
-        if answer.failure:
-            return Played(call.number, None, EpisodeFailure.NO_NUMBER, answer.problem)
-        return Played(call.number, answer.reward)
+        answers = [judge(each) for each in (value if isinstance(value, list | tuple) else [value])]
+        for answer in answers:
+            if answer.failure:
+                return Played(call.number, None, EpisodeFailure.NO_NUMBER, answer.problem)
+        rewards = tuple(answer.reward for answer in answers)
+        return Played(call.number, sum(rewards), rewards=rewards if isinstance(value, list | tuple) else None)
 
     def _raised(self, call: EpisodeCall, error: BaseException, folder: Path) -> Played:
         traceback.print_exception(error)

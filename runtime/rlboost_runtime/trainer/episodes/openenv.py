@@ -77,12 +77,12 @@ def play_openenv(setup: EpisodeSetup) -> Play:
             begun = await session.ask({"type": "reset", "data": row})
             tools = await actions.tools(session)
             dialogue = Dialogue(client_of(call, own_time, transport), call, session.text(begun))
-            rewards: list[float] = []
+            rewards: list[list[float]] = []
             with contextlib.suppress(LimitMet):
                 await _turns(session, dialogue, actions, tools, rewards, setup.max_turns)
-        if not rewards:
-            return 0.0
-        return sum(rewards) if settings.reward == "sum" else rewards[-1]
+        if settings.reward == "sum":
+            return [sum(of_turn) for of_turn in rewards]
+        return next((of_turn[-1] for of_turn in reversed(rewards) if of_turn), 0.0)
 
     return play
 
@@ -92,11 +92,13 @@ async def _turns(
     dialogue: Dialogue,
     actions: Actions,
     tools: list[dict[str, Any]],
-    rewards: list[float],
+    rewards: list[list[float]],
     max_turns: int,
 ) -> None:
+    """Play; `rewards` gets a list per turn, with what each of its actions has earned."""
     for _ in range(max_turns):
         response, calls = await dialogue.ask(tools)
+        rewards.append([])
         if tools and not calls:
             return
         for action, call_id in actions.made(response, calls):
@@ -105,7 +107,7 @@ async def _turns(
                 continue
             result = await session.ask({"type": "step", "data": action})
             if result.get("reward") is not None:
-                rewards.append(float(result["reward"]))
+                rewards[-1].append(float(result["reward"]))
             seen = session.text(result)
             if call_id:
                 dialogue.answer(call_id, seen)

@@ -73,7 +73,8 @@ class EpisodeCall:
 class Played(msgspec.Struct, frozen=True, array_like=True):
     """How episode `number` of a process ended. `reward` None: the job's reward scores its last response.
     `is_stuck`: a thread of it still runs, so that the process has to be replaced. `num_ended`: with its
-    process so many episodes ended; 0: it ended by itself."""
+    process so many episodes ended; 0: it ended by itself. `rewards`: per turn, where the environment gives
+    them; `reward` is their sum."""
 
     number: int
     reward: float | None = None
@@ -81,6 +82,7 @@ class Played(msgspec.Struct, frozen=True, array_like=True):
     problem: str = ""
     is_stuck: bool = False
     num_ended: int = 0
+    rewards: tuple[float, ...] | None = None
 
 
 LOADED = -1
@@ -88,13 +90,19 @@ LOADED = -1
 
 
 class EpisodeResult(msgspec.Struct, frozen=True, array_like=True):
-    """An episode that is over. With a `failure` it was left out."""
+    """An episode that is over. With a `failure` it was left out. `rewards`: per turn, or None."""
 
     record: EpisodeRecord
     reward: float | None = None
     failure: str = ""
     problem: str = ""
     num_tries: int = 1
+    rewards: tuple[float, ...] | None = None
+
+    @property
+    def num_responses(self) -> int:
+        """Turns that the model has answered."""
+        return sum(len(sample.turns) for sample in self.record.samples)
 
     @property
     def num_sampled(self) -> int:

@@ -281,13 +281,18 @@ class EpisodeRunner:
                 failure, problem = EpisodeFailure.LOST, record.problem if record else "the endpoint was lost"
             elif not failure and set(record.versions) - {step.policy_version}:
                 failure, problem = EpisodeFailure.LOST, "its tokens are of several policy versions"
+            elif not failure and (num := len(played.rewards or ())) > record.num_turns:
+                failure = EpisodeFailure.NO_NUMBER
+                problem = f"returned {num} rewards for {record.num_turns} turns"
             if failure == EpisodeFailure.LOST:
                 losses += 1
             else:
                 tries += 1
             if not failure:
                 assert record is not None
-                result = EpisodeResult(record, played.reward, num_tries=tries + losses)
+                result = EpisodeResult(
+                    record, played.reward, num_tries=tries + losses, rewards=played.rewards
+                )
                 break
             event(
                 log, "episode.failed", level=logging.WARNING, step=step.step, episode=number, kind=failure,

@@ -208,7 +208,10 @@ def _unwhitened(samples: Sequence[Sample], algorithm: Algorithm) -> Iterator[tup
             engine, reference = (torch.tensor(x) for x in (sample.logprobs, sample.reference_logprobs))
             terms = kl_terms(engine.double(), reference.double(), kl.estimator)
             rewards_BT[row, :num] = -kl.coef * terms.numpy()
-        rewards_BT[row, np.flatnonzero(chosen_BT[row])[-1]] += sample.reward
+        if sample.rewards is not None:
+            rewards_BT[row, :num] += sample.rewards
+        else:
+            rewards_BT[row, np.flatnonzero(chosen_BT[row])[-1]] += sample.reward
     found = gae(rewards_BT, values_BT, chosen_BT, settings.gamma, settings.gae_lambda)
     for row, sample in enumerate(samples):
         num = len(sample.token_ids)

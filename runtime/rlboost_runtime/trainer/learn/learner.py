@@ -284,7 +284,7 @@ class Learner:
             result = self._forward(samples)
         mu = _table([sample.logprobs for sample in samples], result)
         old, bypass = self._old(samples, mu, result)
-        if self.critic is None:
+        if all(sample.advantages is None for sample in samples):
             advantages = torch.tensor([sample.advantage for sample in samples], device=mu.device)
         else:
             advantages = _table_of(samples, "advantages", result)

@@ -282,9 +282,9 @@ def policy_loss(
     """Return the un-normalised policy loss of a micro-batch.
 
     `logprobs_BT` and `entropy_BT` carry the gradient; `old`, `mu`, `reference`, advantages and mask are
-    constants. `advantages` are [B], for ppo [B, T]. `bypass` means that old is mu. With `kl_coef` or
-    `entropy_coef`, the reference's logprobs or the entropies must be given. Rows without a generated token (a
-    response quarantined before its first) add nothing, also not to the totals.
+    constants. `advantages` are [B], for ppo and for turns [B, T]. `bypass` means that old is mu. With
+    `kl_coef` or `entropy_coef`, the reference's logprobs or the entropies must be given. Rows without a
+    generated token (a response quarantined before its first) add nothing, also not to the totals.
     """
     chosen_BT = mask_BT > 0
     current_BT = _only(chosen_BT, logprobs_BT)

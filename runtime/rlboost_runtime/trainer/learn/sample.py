@@ -42,7 +42,7 @@ class Sample:
     policy, where they were recomputed; `reference_logprobs`: the reference policy's, where there is one.
     `usable` False (quarantined) masks it out. For ppo: `reward`, of the whole response; `values`, the
     critic's before the step's first update, and what follows from both: `advantages` and `returns`, all per
-    token; `advantage` is not used.
+    token. Where there are `advantages` (ppo's, or those of turns) `advantage` is not used.
     """
 
     prompt_ids: TokenIds
@@ -58,6 +58,8 @@ class Sample:
     values: Logprobs | None = None
     advantages: Logprobs | None = None
     returns: Logprobs | None = None
+    rewards: Logprobs | None = None
+    """For ppo, where turns have rewards: per token, in the place of `reward` at the last one."""
 
     @property
     def num_sampled(self) -> int:

@@ -34,6 +34,13 @@ from rlboost_runtime.trainer.learn.losses import KlEstimator, group_advantages, 
 from rlboost_runtime.trainer.learn.sample import Sample, TokenIds, chosen_responses
 from rlboost_runtime.trainer.rewards.outcome import Reward, RewardWatch
 from rlboost_runtime.trainer.rewards.scorer import RewardCall, RewardScorer
+from rlboost_runtime.trainer.rollout.turn_rewards import (
+    are_flat,
+    at_turns_ends,
+    per_token,
+    returns,
+    turn_advantages,
+)
 
 _RECALL_CHECK_S = 0.1
 """Longest time between two checks for a recall of the GPU while rewards are slow."""
@@ -91,6 +98,7 @@ class _PendingResponse:
     finish_reason: str
     num_segments: int
     reward: Future[Reward]
+    episode: EpisodeResult | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -293,7 +301,7 @@ class GroupScorer:
             reward.set_result(Reward(result.reward))
         is_cut = record.is_cut or bool(record.limit)
         reason = str(FinishReason.LENGTH if is_cut else FinishReason.STOP)
-        return _PendingResponse(tuple(map(_sample, record.samples)), reason, 1, reward)
+        return _PendingResponse(tuple(map(_sample, record.samples)), reason, 1, reward, result)
 
     def finish(self, pending: PendingGroup, between: Callable[[], None]) -> ScoredGroup:
         """Return the scored group; waits for its rewards, calling `between` now and then meanwhile.
@@ -365,15 +373,25 @@ def score_group(pending: PendingGroup, algorithm: Algorithm) -> ScoredGroup:
         advantages = group_advantages(
             torch.tensor([shaped], dtype=torch.float64), torch.tensor([usable]), algorithm.loss
         )[0].tolist()
+    scored = [
+        tuple(replace(s, advantage=advantages[i], usable=trained[i], reward=shaped[i]) for s in entry.samples)
+        for i, entry in enumerate(decoded)
+    ]
     plain = [reward.value for reward, ok in zip(rewards, usable, strict=True) if ok]
+    is_flat = len(plain) < 2 or max(plain) - min(plain) <= 1e-9
+    if algorithm.advantage_level == "turn":
+        scored = _by_turn(scored, decoded, shaped, usable, algorithm)
+        earned = [
+            _turn_rewards(each.episode, reward.value) for each, reward in zip(decoded, rewards, strict=True)
+        ]
+        is_flat = len(plain) < 2 or are_flat(
+            [returns(own, len(own)) for own, ok in zip(earned, usable, strict=True) if ok]
+        )
     return ScoredGroup(
         pending.group,
         tuple(
             ScoredResponse(
-                tuple(
-                    replace(s, advantage=advantages[i], usable=trained[i], reward=shaped[i])
-                    for s in entry.samples
-                ),
+                scored[i],
                 rewards[i],
                 entry.finish_reason,
                 entry.num_segments,
@@ -381,6 +399,42 @@ def score_group(pending: PendingGroup, algorithm: Algorithm) -> ScoredGroup:
             )
             for i, entry in enumerate(decoded)
         ),
-        len(decoded) > 1 and (len(plain) < 2 or max(plain) - min(plain) <= 1e-9),
+        len(decoded) > 1 and is_flat,
         pending.episodes,
     )
+
+
+def _by_turn(
+    scored: Sequence[tuple[Sample, ...]],
+    responses: Sequence[_PendingResponse],
+    shaped: Sequence[float],
+    usable: Sequence[bool],
+    algorithm: Algorithm,
+) -> list[tuple[Sample, ...]]:
+    """Return the samples with what each turn is credited with: advantages, or rewards where there is a
+    critic. `shaped`: rewards of whole episodes with the penalties, which their last turns pay."""
+    earned = [_turn_rewards(each.episode, reward) for each, reward in zip(responses, shaped, strict=True)]
+    advantages = turn_advantages([returns(own, len(own)) for own in earned], usable, algorithm.loss)
+    found = []
+    for samples, response, own, of_turns in zip(scored, responses, earned, advantages, strict=True):
+        recorded = () if response.episode is None else response.episode.record.samples
+        found.append(
+            tuple(
+                replace(sample, rewards=at_turns_ends(each, own, len(own)))
+                if algorithm.critic is not None
+                else replace(sample, advantages=per_token(each, of_turns))
+                for sample, each in zip(samples, recorded, strict=True)
+            )
+        )
+    return found
+
+
+def _turn_rewards(episode: EpisodeResult | None, reward: float) -> list[float]:
+    """Return what each turn of an episode has earned, in all `reward`: what its environment does not give to
+    one, the last has earned."""
+    if episode is None or not episode.num_responses:
+        return []
+    given = episode.rewards or ()
+    found = [*given, *[0.0] * (episode.num_responses - len(given))]
+    found[-1] += reward - sum(given)
+    return found
