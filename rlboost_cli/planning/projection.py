@@ -142,6 +142,7 @@ def project(
 
 def _num_steps(job: Job) -> int:
     responses = job.algorithm.prompts_per_step * job.algorithm.group_size
+    responses *= 1 if job.episodes is None else job.episodes.max_turns  # each is as dear to simulate
     affordable = MOST_RESPONSES // (SEEDS * responses)
     return min(job.algorithm.steps, MOST_STEPS, max(FEWEST_STEPS, affordable))
 
@@ -164,7 +165,9 @@ def _run(
 ) -> _Run:
     assumptions = replace(found.preset.assumptions, startup_s=found.startup_s)
     preset = replace(found.preset, assumptions=assumptions)
-    turns, most = 0, _MOST_TURNS * preset.workload.responses * (num_steps + 1)
+    workload = preset.workload
+    requests = workload.responses * (1.0 if workload.turns is None else 1.0 + 1.5 * workload.turns.mean)
+    turns, most = 0, _MOST_TURNS * requests * (num_steps + 1)
 
     def turn(_now: float) -> None:
         nonlocal turns

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rlboost_cli.simulation.job import simulated_job
+from rlboost_cli.simulation.job import simulated_job, turns_in_words
 from rlboost_cli.simulation.market import ASSUMED, has_own_market, market_of
 from rlboost_cli.simulation.runs import SimulatedMarket, SimulationRequest
 from rlboost_cli.simulation.trace_views import cut, trace_of
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.job import Job
 from rlboost_runtime.job.file.load import load_job
-from rlboost_runtime.sim import POLICIES, Preset, presets
+from rlboost_runtime.sim import POLICIES, WITHOUT_TURNS, Preset, agent_preset, presets
 from rlboost_runtime.traces import PROFILES, Trace, sample_nodes
 
 MAX_SEEDS = 1000
@@ -38,7 +38,7 @@ def simulation_request(
     machines = replace(machines, assumptions=replace(machines.assumptions, trains_whole_groups=whole_groups))
     if whole_groups:
         notes = (*notes, "micro-batches are of whole groups, as in live runs")
-    all_seeds, wanted = _seeds(seed, seeds), _policies(policies)
+    all_seeds, wanted = _seeds(seed, seeds), _policies(policies, machines)
     if not 0 < sample <= 1:
         raise ConfigError(f"--sample {sample:g} is not a share of nodes", "write a share such as 0.5")
     own = loaded if trace is None and loaded is not None and has_own_market(loaded) else None
@@ -67,7 +67,8 @@ def _trace(own: Job | None, job: Path | None, named: str, window: str | None, se
 
 
 def _preset(loaded: Job | None, job: Path | None, preset: str | None) -> tuple[Preset, tuple[str, ...]]:
-    known = presets()
+    agent = agent_preset()
+    known = presets() | {agent.name: agent}
     names = ", ".join(known)
     if (job is None) == (preset is None):
         given = "neither a job file nor --preset" if job is None else "both a job file and --preset"
@@ -77,7 +78,8 @@ def _preset(loaded: Job | None, job: Path | None, preset: str | None) -> tuple[P
         return found.preset, found.notes
     if preset not in known:
         raise ConfigError(f"no preset is called `{preset}`", f"choose one of {names}")
-    return known[preset], ()
+    turns = known[preset].workload.turns
+    return known[preset], () if turns is None else (turns_in_words(turns),)
 
 
 def _seeds(seed: int | None, seeds: int | None) -> tuple[int, ...]:
@@ -90,8 +92,13 @@ def _seeds(seed: int | None, seeds: int | None) -> tuple[int, ...]:
     return tuple(range(seeds))
 
 
-def _policies(named: Sequence[str]) -> tuple[str, ...]:
+def _policies(named: Sequence[str], preset: Preset) -> tuple[str, ...]:
     unknown = [name for name in named if name not in POLICIES]
     if unknown:
         raise ConfigError(f"no policy is called `{unknown[0]}`", f"choose of {', '.join(POLICIES)}")
-    return tuple(dict.fromkeys(named)) or tuple(POLICIES)
+    if preset.workload.turns is None:
+        return tuple(dict.fromkeys(named)) or tuple(POLICIES)
+    without = [name for name in named if name in WITHOUT_TURNS]
+    if without:
+        raise ConfigError(f"--policy {without[0]} has no turns, but {preset.name} has", "leave it out")
+    return tuple(dict.fromkeys(named)) or tuple(name for name in POLICIES if name not in WITHOUT_TURNS)

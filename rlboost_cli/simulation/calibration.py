@@ -68,7 +68,12 @@ def _lengths(preset: Preset, rates: Rates) -> Preset:
     sigma = known.length_sigma if spread is None else math.log(max(1.0, spread)) / DECILES
     limit = preset.workload.max_response_tokens
     median = min(rates.tokens_per_response / math.exp(sigma**2 / 2), limit)
-    return replace(preset, assumptions=replace(known, length_median=median, length_sigma=sigma))
+    found = replace(preset, assumptions=replace(known, length_median=median, length_sigma=sigma))
+    turns, measured = preset.workload.turns, rates.turns
+    if turns is None or measured is None:
+        return found
+    turns = replace(turns, mean=measured.mean, told_tokens=measured.told_tokens, pause_s=measured.pause_s)
+    return replace(found, workload=replace(preset.workload, turns=turns))
 
 
 def _other(preset: Preset, rates: Rates) -> Preset:

@@ -41,6 +41,7 @@ from rlboost_runtime.sim.presets import (
     MachineShape,
     ModelShape,
     Preset,
+    Turns,
     Workload,
 )
 
@@ -60,6 +61,9 @@ IMAGE_BOOT_S, INSTALL_BOOT_S = 150.0, 300.0
 """Judged: a cloud machine until its engine is there, from an image that has everything or installed first."""
 FEWEST_INSTANCES = 0.2
 """Mean spot instances of a run from which on its steps say how fast these are."""
+TOLD_SHARE, TOOL_S = 0.3, 1.0
+"""Judged, of episodes that nobody has measured: the share of their tokens that the environment writes, and
+what it takes for a turn."""
 LOCAL_STARTUP_S, GPU_STARTUP_S, RENTED_STARTUP_S = 20.0, 240.0, 900.0
 """Judged: from a launch to the first step: here; with a large model to load; with a head to rent as well."""
 
@@ -106,13 +110,17 @@ def simulated_job(job: Job, folder: Path) -> SimulatedJob:
         notes += [spread, boot, f"the first step is assumed to begin {startup_s:,.0f} s after the launch"]
     else:
         rates, former = found
-        preset = calibrated(preset, job, rates, former)
+        assumed, preset = preset.workload.turns, calibrated(preset, job, rates, former)
         pace = _spot_pace(former, model.shape, rates, folder)
         if pace is not None:
             preset = with_engine_pace(preset, pace)
             notes.append(f"spot engines are taken to run at {pace:.0%} of the calibrated speed")
         startup_s = startup_s if rates.startup_s is None else rates.startup_s
         notes.append(f"calibrated with {rates.num_steps} measured steps of run {rates.run}")
+    if preset.workload.turns is not None:
+        is_measured = found is not None and preset.workload.turns != assumed
+        basis = "measured" if is_measured else "assumed"
+        notes.append(f"{basis}: {turns_in_words(preset.workload.turns)}")
     affordable = affordable_machines(job, preset)
     if affordable < job.rollout.spot.max_instances:
         notes.append(
@@ -139,6 +147,23 @@ def simulated_job(job: Job, folder: Path) -> SimulatedJob:
         reserved_storage_usd_per_hour=head_storage,
         spot_storage_usd_per_hour=storage_usd_per_hour(job.rollout.spot.any_of[0], spot=True),
         measured=None if found is None else found[0],
+    )
+
+
+def _turns(job: Job) -> Turns | None:
+    """Return what is assumed of the job's episodes; None where a rollout is one response."""
+    settings = job.episodes
+    if settings is None:
+        return None
+    mean = max(1.0, settings.max_turns / 2)
+    return Turns(mean, TOLD_SHARE * job.algorithm.max_response_tokens / mean, TOOL_S, settings.concurrency)
+
+
+def turns_in_words(turns: Turns) -> str:
+    """Return what is taken of episodes."""
+    return (
+        f"episodes have {turns.mean:.3g} turns in the mean, after each of which the environment adds"
+        f" {turns.told_tokens:,.0f} tokens in {turns.pause_s:.3g} s; {turns.concurrency:,} are open at once"
     )
 
 
@@ -183,6 +208,7 @@ def _preset(job: Job, model: ModelShape, machines: _Machines, head: float | None
             group_size=job.algorithm.group_size,
             prompt_tokens=max(1, job.algorithm.max_prompt_tokens // 2),
             max_response_tokens=limit,
+            turns=_turns(job),
         ),
         assumptions=on_gpus,
     )

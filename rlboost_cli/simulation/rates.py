@@ -67,6 +67,20 @@ class Rates:
     boot_s: float | None = None
     """Median from a spot machine's request to its first version served, without waiting for that; None: no
     machine has served."""
+    turns: MeasuredTurns | None = None
+    """Of its episodes; None where a rollout was one response."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredTurns:
+    """Means over the episodes of a run."""
+
+    mean: float
+    """Turns of an episode."""
+    told_tokens: float
+    """What the environment added after a turn."""
+    pause_s: float
+    """What it took for that."""
 
 
 def measured_rates(job: Job) -> tuple[Rates, Job] | None:
@@ -202,7 +216,17 @@ def _rates(run: str, steps: Sequence[_Step], job: Job) -> Rates:
         tokens_per_response=tokens / responses,
         weight_bytes=steps[-1].record.metrics.get("weight_bytes", 0.0),
         length_spread=fmean(spread) if spread else None,
+        turns=_turns([step.record for step in steps]),
     )
+
+
+def _turns(steps: Sequence[StepRecord]) -> MeasuredTurns | None:
+    found = [step.metrics for step in steps if {"turns_mean", "environment_s"} <= step.metrics.keys()]
+    mean = fmean(each["turns_mean"] for each in found) if found else 0.0
+    if mean < 1.0:
+        return None
+    told = fmean(each["environment_tokens_mean"] for each in found) / max(1.0, mean - 1.0)
+    return MeasuredTurns(mean, told, fmean(each["environment_s"] for each in found))
 
 
 def _per(amount: float, of: float) -> float:

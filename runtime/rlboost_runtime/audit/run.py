@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from rlboost_runtime.audit.turns import Turns
+from rlboost_runtime.audit.turns import SampledTurns
 from rlboost_runtime.coordinator.driver.core_driver import (
     FORGOTTEN,
     STEP_HEADER,
@@ -77,7 +77,7 @@ class Audit:
     requests: int = 0
     """What the endpoint was asked for, turns of episodes among it."""
     turns_trained: int = 0
-    """Turns whose tokens were trained, each of them compared with what was sampled."""
+    """SampledTurns whose tokens were trained, each of them compared with what was sampled."""
     commands_digest: str = ""
     steps: list[StepAudit] = field(default_factory=list)
 
@@ -124,7 +124,7 @@ def audit(run: RunFolder) -> Audit:
             f"{found.requested} responses requested, {found.finished} finished, {found.cancelled} cancelled"
         )
     lengths: dict[int, int] = {}
-    turns = Turns.read(run.requests)
+    turns = SampledTurns.read(run.requests)
     episodes = _Episodes(turns, {key.step: (key, results) for key, results in kept_steps(run.episodes)})
     for segment in sorted(run.journal.glob("step-*.seg")):
         step = int(segment.stem.split("-")[1])
@@ -153,7 +153,7 @@ def audit(run: RunFolder) -> Audit:
 class _Episodes:
     """Episodes that the trainer has kept, by step, and the turns that they were made of."""
 
-    turns: Turns
+    turns: SampledTurns
     kept: dict[int, tuple[StepKey, dict[int, EpisodeResult]]]
 
     def audit(self, result: StepAudit, header: StepHeader, num: int, found: Audit, *, is_open: bool) -> None:

@@ -3,7 +3,7 @@
 The coordinator's journal of requests has each turn as the engines sampled it: prompt, ids, logprobs, policy
 version. The trainer's files of episodes have the samples that it trained. Every sampled token of a sample has
 to be part of one turn, after exactly the context of that turn, with the same logprob; no turn may be trained
-twice. Turns that no sample has are those of episodes that were played again or left out.
+twice. SampledTurns that no sample has are those of episodes that were played again or left out.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ I32, F32 = 4, 4
 
 
 @dataclass(slots=True)
-class Turns:
+class SampledTurns:
     """The requests of a run's endpoint: turns of episodes, and whatever else was asked."""
 
     requests: dict[int, RequestTokens] = field(default_factory=dict)
     """By response number."""
     num_trained: int = 0
-    """Turns that a trained sample has."""
+    """SampledTurns that a trained sample has."""
     problems: list[str] = field(default_factory=list)
     _by_context: dict[tuple[int, bytes], list[RequestTokens]] = field(
         default_factory=lambda: defaultdict(list)
     )
 
     @classmethod
-    def read(cls, folder: Path) -> Turns:
+    def read(cls, folder: Path) -> SampledTurns:
         """Return what the journal of requests in `folder` has."""
         found = cls()
         for path in past_and_open_segments(folder):

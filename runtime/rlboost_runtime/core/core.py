@@ -116,7 +116,7 @@ class Core:
         dispatcher_of = named("dispatch", rules.dispatch, policy.dispatch)
         dispatcher = dispatcher_of(context, self._instance_table, eligible)
         balancer_of = named("balance", rules.balance, policy.balance)
-        balancer = balancer_of(eligible, dispatcher.load_index, lengths)
+        balancer = balancer_of(eligible, dispatcher.load_index, lengths, dispatcher.request_lengths)
         self._work = Assignments(context, self._instance_table, eligible, lengths, dispatcher, balancer)
         self._fleet = MachineTable(
             config.boot_deadline_s, context.timers, context.emit, max(1, config.instances_per_machine)

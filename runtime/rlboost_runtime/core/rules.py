@@ -16,12 +16,12 @@ from rlboost_runtime.core.dispatch.balance import Balancer
 from rlboost_runtime.core.dispatch.dispatcher import Dispatcher
 from rlboost_runtime.core.state.eligible import LoadIndex
 from rlboost_runtime.core.state.instances import Instance, InstanceTable
-from rlboost_runtime.core.state.rates import GenerationRate, Lengths, StepTimes
+from rlboost_runtime.core.state.rates import GenerationRate, Lengths, RequestLengths, StepTimes
 from rlboost_runtime.core.window.predicted import PredictedWindow
 from rlboost_runtime.core.window.seeding_window import SeedingWindow
 
 DispatchFactory = Callable[[Context, InstanceTable, Mapping[str, Instance]], Dispatcher]
-BalanceFactory = Callable[[Mapping[str, Instance], LoadIndex, Lengths], Balancer]
+BalanceFactory = Callable[[Mapping[str, Instance], LoadIndex, Lengths, RequestLengths], Balancer]
 WindowFactory = Callable[[CoreConfig, Lengths, GenerationRate, StepTimes], SeedingWindow]
 Factory = TypeVar("Factory")
 

@@ -118,6 +118,7 @@ _TABLE: tuple[Metric, ...] = (
     Metric("length_max", _LENGTH, "tokens", "Length of the longest response.",
            "below max_response_tokens"),
     Metric("turns_mean", _EPISODES, "count", "Requests to the model per episode.", "below max_turns"),
+    Metric("environment_s", _EPISODES, "s", "What the environment takes per turn, without the model."),
     Metric("turns_max", _EPISODES, "count", "The most requests of an episode."),
     Metric("samples_per_episode", _EPISODES, "count", "Samples that an episode was trained as.",
            "1", "Above 1 the chat template rewrites history, or requests overlap (agents.md).", "low"),

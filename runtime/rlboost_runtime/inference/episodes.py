@@ -67,6 +67,8 @@ class EpisodeRecord(msgspec.Struct, frozen=True):
     problem: str
     """Why a response was lost, "" if none was."""
     last_response: str
+    model_s: float = 0.0
+    """How long it has waited for the model."""
 
 
 class EpisodeClock(msgspec.Struct, frozen=True):
@@ -255,6 +257,7 @@ class Episode:
             is_cut=self._is_cut,
             problem=self._problem,
             last_response=self._last,
+            model_s=self.clock().model_s,
         )
 
     def as_written(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
-from rlboost_runtime.sim.policies import POLICIES, Switches
-from rlboost_runtime.sim.presets import Preset, presets
+from rlboost_runtime.sim.policies import POLICIES, WITHOUT_TURNS, Switches
+from rlboost_runtime.sim.presets import Preset, agent_preset, presets
 from rlboost_runtime.sim.result import Activity, Interval, Kill, SimResult, StepRow
 from rlboost_runtime.sim.world import simulate
 
 __all__ = [
     "POLICIES",
+    "WITHOUT_TURNS",
     "Activity",
     "Interval",
     "Kill",
@@ -19,6 +20,7 @@ __all__ = [
     "SimResult",
     "StepRow",
     "Switches",
+    "agent_preset",
     "presets",
     "simulate",
 ]

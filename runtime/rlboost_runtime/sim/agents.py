@@ -242,6 +242,7 @@ class SimAgent:
             tokens=tokens,
             received=tokens,
             goal=store.goal_of(response),
+            session=store.session_of(response),
         )
         self.engine.submit(sequence)
         self._host.will_settle(self)
@@ -356,6 +357,7 @@ class SimAgent:
         self._is_applying = False
         self.is_loading = version != self._ordered
         self.version = version
+        self.engine.forget_prefixes()
         self._report(InstanceReady(self._host.agenda.now, self.instance, self.epoch, version))
         self._host.will_settle(self)
 

@@ -112,6 +112,8 @@ class Sequence:
     order: int = 0
     start_tick: int = -1
     """Tick of its admission; -1: it waits."""
+    session: int | None = None
+    """Sequences of one session begin alike: what one leaves in the cache the next need not compute."""
 
     @property
     def is_running(self) -> bool:
@@ -141,6 +143,8 @@ class EngineModel:
         self._ends: list[tuple[int, int, Sequence]] = []
         self._youngest: list[tuple[int, Sequence]] = []
         self._next_order = 0
+        self._prefixes: dict[int, int] = {}
+        """By session: tokens of ended sequences that are still in the cache, the oldest first."""
 
     @property
     def num_waiting(self) -> int:
@@ -198,6 +202,10 @@ class EngineModel:
             if self.num_running > 1 and self.kv_used + self.num_running > self.speed.kv_tokens:
                 self._retract()
 
+    def forget_prefixes(self) -> None:
+        """The weights are others: nothing in the cache is of use."""
+        self._prefixes.clear()
+
     def next_change(self) -> float | None:
         """Return when something ends or the KV cache is full; None: nothing runs."""
         if not self.num_running:
@@ -220,8 +228,10 @@ class EngineModel:
                 if not self._fits(sequence):
                     return
                 self._waiting.popleft()
-                taken += sequence.prompt + sequence.tokens
-                self._start(sequence, sequence.prompt + sequence.tokens)
+                context = sequence.prompt + sequence.tokens
+                cached = self._take_prefix(sequence, context)
+                taken += context - cached
+                self._start(sequence, context, cached)
 
     def _fits(self, sequence: Sequence) -> bool:
         if not self.num_running:
@@ -231,8 +241,18 @@ class EngineModel:
         need = self.kv_used + context + headroom * (self.num_running + 1)
         return need <= self.speed.kv_tokens and self.num_running < self.speed.max_running
 
-    def _start(self, sequence: Sequence, context: int) -> None:
-        prefill_s = self.speed.prefill_s(context)
+    def _take_prefix(self, sequence: Sequence, context: int) -> int:
+        """Return how many tokens of a context are in the cache. Ended sequences stay there as long as nobody
+        needs the room; the oldest go first."""
+        if sequence.session is None:
+            return 0
+        left = sum(self._prefixes.values()) - (self.speed.kv_tokens - self.kv_used)
+        while left > 0:
+            left -= self._prefixes.pop(next(iter(self._prefixes)))
+        return min(self._prefixes.pop(sequence.session, 0), context)
+
+    def _start(self, sequence: Sequence, context: int, cached: int) -> None:
+        prefill_s = self.speed.prefill_s(context) - self.speed.prefill_s(cached)
         self.time += prefill_s
         if sequence.tokens:
             self.repeated_prefill_s += prefill_s
@@ -276,9 +296,13 @@ class EngineModel:
         while self._ends and self._ends[0][0] <= self.tick:
             _, order, sequence = heapq.heappop(self._ends)
             if self._is_current(order, sequence):
-                self._stop(sequence, self.tokens_of(sequence))
+                tokens = self.tokens_of(sequence)
+                self._stop(sequence, tokens)
                 del self.sequences[sequence.key]
                 done.append(sequence)
+                if sequence.session is not None:
+                    self._prefixes.pop(sequence.session, None)
+                    self._prefixes[sequence.session] = sequence.prompt + tokens
         return done
 
     def _run(self, ticks: int) -> None:

@@ -35,6 +35,7 @@ from rlboost_runtime.core.base.messages import (
     RecallLease,
     Reconnected,
     Released,
+    RequestArrived,
     Sleep,
     StepStarted,
     StepTrained,
@@ -106,6 +107,9 @@ class Referee:
                     self._open_step(event)
                 else:
                     self._delivered.clear()
+            case RequestArrived(request=request):
+                self._open.add(request.response)
+                self._tokens[request.response] = 0
             case StepTrained():
                 self.check_done()
             case LeaseReturned():
@@ -189,7 +193,7 @@ class Referee:
                 assert not self._has_gpu, f"{command.instance} is woken on the trainer's GPU"
                 self._lives[command.instance].is_asleep = False
             case DeliverGroup(group=group):
-                left = [r for r in self._open if self._group[r] == group]
+                left = [r for r in self._open if self._group.get(r) == group]
                 assert not left, f"group {group} is delivered without {left}"
                 assert group not in self._delivered, f"group {group} is delivered twice"
                 self._delivered.add(group)

@@ -115,6 +115,8 @@ class Switches:
 ORACLE = "oracle"
 """Not a policy of the core but a bound that none can beat (`oracle`)."""
 POLICIES = (*CORE_POLICIES, ORACLE)
+WITHOUT_TURNS = (POLYRL.name, ORACLE)
+"""What a step of episodes cannot be simulated under: one deals out whole groups, one knows no turns."""
 
 LEASE_BEATS = 3
 """Heartbeats that a lease lasts, as in live runs."""
@@ -138,7 +140,10 @@ class PolicySetup:
 
 
 def policy_setup(name: str, preset: Preset, switches: Switches) -> PolicySetup:
-    """Return how to run a policy on a preset. Raises `ValueError` for an unknown name."""
+    """Return how to run a policy on a preset. Raises `ValueError` for an unknown name, and for one that has
+    no turns where the preset has."""
+    if preset.workload.turns is not None and name in WITHOUT_TURNS:
+        raise ValueError(f"{name} has no turns; leave it out")
     known = CORE_POLICIES.get(name)
     if known is None:
         raise ValueError(f"unknown policy {name!r}; there are {', '.join(POLICIES)}")

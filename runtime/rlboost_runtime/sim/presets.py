@@ -213,6 +213,20 @@ class MachineShape:
 
 
 @dataclass(frozen=True, slots=True)
+class Turns:
+    """Episodes instead of responses: what a step's rollouts do between the tokens that they sample."""
+
+    mean: float
+    """Turns of an episode; from half to one and a half times as many."""
+    told_tokens: float
+    """Tokens that the environment adds after a turn, in the mean."""
+    pause_s: float
+    """Seconds that it takes for that, in the mean; exponential."""
+    concurrency: int = 256
+    """Episodes under way at once: `environment.concurrency`."""
+
+
+@dataclass(frozen=True, slots=True)
 class Workload:
     """One step's prompts and how long the answers become."""
 
@@ -221,6 +235,9 @@ class Workload:
     prompt_tokens: int = 256
     """Mean prompt length; the paper's are at most 512."""
     max_response_tokens: int = 14_336
+    turns: Turns | None = None
+    """None: each rollout is one response. Else `Assumptions.length_median` is of all that an episode samples,
+    and `max_response_tokens` bounds that with what the environment adds."""
 
     @property
     def responses(self) -> int:
@@ -310,3 +327,18 @@ def presets() -> dict[str, Preset]:
         ),
     )
     return {preset.name: preset for preset in all_presets}
+
+
+def agent_preset() -> Preset:
+    """Return a set-up for a coding agent: episodes of 24 turns on the paper's 14B machines.
+
+    Turns and tokens are those of a recorded trajectory of mini-swe-agent, the first of Hugging Face's
+    zetomatoz/guidellm-agentic-coding-trajectories: 24 requests, 6,122 tokens written (993 to 11,300 in the
+    others), and a context of 18,855 at the end, of which the environment has added some 11,200. The limit of
+    40K tokens is SkyRL-Agent's (arXiv 2511.16108). How long tools take is not in there: 2 s a turn are
+    assumed.
+    """
+    paper = presets()["paper-14b"]
+    turns = Turns(mean=24, told_tokens=490, pause_s=2.0)
+    workload = Workload(prompts=64, prompt_tokens=1_500, max_response_tokens=38_500, turns=turns)
+    return replace(paper, name="agent-14b", workload=workload)

@@ -13,7 +13,16 @@ from dataclasses import dataclass
 from random import Random
 
 from rlboost_runtime.core.base.messages import FinishReason, ResponseRequest
-from rlboost_runtime.sim.presets import Assumptions, Workload
+from rlboost_runtime.sim.presets import Assumptions, Turns, Workload
+
+
+@dataclass(frozen=True, slots=True)
+class SimTurn:
+    """One turn of an episode: what is sampled, and what its environment adds after it, in so many seconds."""
+
+    tokens: int
+    told: int
+    pause_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +32,9 @@ class StepLengths:
     prompts: tuple[int, ...]
     """Prompt tokens, by response."""
     tokens: tuple[int, ...]
-    """Response tokens, by response."""
+    """Response tokens, by response; of an episode what all its turns sample."""
+    turns: tuple[tuple[SimTurn, ...], ...] = ()
+    """By episode; none where a rollout is one response."""
 
 
 def draw_lengths(workload: Workload, assumptions: Assumptions, seed: int, step: int) -> StepLengths:
@@ -41,7 +52,27 @@ def draw_lengths(workload: Workload, assumptions: Assumptions, seed: int, step: 
             length = math.exp(centre + own * random.gauss(0.0, 1.0))
             prompts.append(prompt)
             tokens.append(max(1, min(workload.max_response_tokens, round(length))))
-    return StepLengths(tuple(prompts), tuple(tokens))
+    if workload.turns is None:
+        return StepLengths(tuple(prompts), tuple(tokens))
+    turns = tuple(_draw_turns(workload.turns, each, workload.max_response_tokens, random) for each in tokens)
+    sampled = tuple(sum(turn.tokens for turn in episode) for episode in turns)
+    return StepLengths(tuple(prompts), sampled, turns)
+
+
+def _draw_turns(turns: Turns, tokens: int, most: int, random: Random) -> tuple[SimTurn, ...]:
+    """Return the turns in which an episode samples `tokens`, of about one length; it ends where its context
+    would get longer than `most`."""
+    number = max(1, round(turns.mean * random.uniform(0.5, 1.5)))
+    found: list[SimTurn] = []
+    for _ in range(min(number, tokens)):
+        sampled = max(1, min(most, round(tokens / number * random.uniform(0.5, 1.5))))
+        told = round(turns.told_tokens * random.uniform(0.5, 1.5))
+        pause_s = random.expovariate(1.0 / turns.pause_s) if turns.pause_s else 0.0
+        found.append(SimTurn(sampled, told, pause_s))
+        most -= sampled + told
+        if most < 1:
+            break
+    return (*found[:-1], SimTurn(found[-1].tokens, 0, found[-1].pause_s))  # nothing is read after the last
 
 
 class ResponseStore:
@@ -52,8 +83,9 @@ class ResponseStore:
         """Received tokens, by response of the open step."""
         self.tokens_redone = 0
         """Received tokens that were thrown away and have to be generated again."""
+        self.max_tokens = max_tokens
+        """Most tokens of a response, or of an episode after its prompt."""
         self._group_size = group_size
-        self._max_tokens = max_tokens
         self._first = 0
         self._next = 0
         self._lengths = StepLengths((), ())
@@ -65,7 +97,7 @@ class ResponseStore:
         numbers = range(self._first, self._next)
         self.tokens = dict.fromkeys(numbers, 0)
         return tuple(
-            ResponseRequest(number, i // self._group_size, lengths.prompts[i], self._max_tokens)
+            ResponseRequest(number, i // self._group_size, lengths.prompts[i], self.max_tokens)
             for i, number in enumerate(numbers)
         )
 
@@ -93,7 +125,15 @@ class ResponseStore:
         """Note that a response is complete; return its length and why it ended."""
         goal = self.goal_of(response)
         self.tokens[response] = goal
-        return goal, FinishReason.LENGTH if goal >= self._max_tokens else FinishReason.STOP
+        return goal, FinishReason.LENGTH if goal >= self.max_tokens else FinishReason.STOP
+
+    def turns_of(self, episode: int) -> tuple[SimTurn, ...]:
+        """Return the turns of an episode."""
+        return self._lengths.turns[episode - self._first]
+
+    def session_of(self, response: int) -> int | None:
+        """Return what a response has its prefix in common with; None: nothing."""
+        return None
 
     def members_of(self, group: int) -> range:
         """Return the responses of a group."""

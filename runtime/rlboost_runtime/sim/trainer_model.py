@@ -120,7 +120,8 @@ class SimTrainer:
         self._has_lease = self._is_recalled = False
         self._wait_s = self._train_s = 0.0
         self._host.step_began(self.step)
-        self._host.send(StepStarted(now, self.step, self.step, requests))
+        are_episodes = preset.workload.turns is not None
+        self._host.send(StepStarted(now, self.step, self.step, requests, are_episodes=are_episodes))
 
     def _try(self) -> None:
         if not self._has_lease or self._is_busy or not self._num_left:

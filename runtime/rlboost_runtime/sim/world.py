@@ -40,6 +40,7 @@ from rlboost_runtime.sim.agents import AgentCosts, SimAgent
 from rlboost_runtime.sim.clock import Agenda, SharedLink
 from rlboost_runtime.sim.cloud import RentedMachine, SimCloud
 from rlboost_runtime.sim.engine_model import EngineSpeed, engine_speed
+from rlboost_runtime.sim.episodes import EpisodePlay, EpisodeStore
 from rlboost_runtime.sim.oracle import simulate_oracle
 from rlboost_runtime.sim.policies import ORACLE, PolicySetup, Switches, policy_setup
 from rlboost_runtime.sim.presets import MachineShape, Preset
@@ -92,7 +93,12 @@ class World:
         self.recorder = Recorder()
         self.num_events = 0
         self.link = SharedLink(self.agenda, preset.reserved_nodes * preset.reserved.link_bytes_per_s)
-        self.responses = ResponseStore(preset.workload.group_size, preset.workload.max_response_tokens)
+        workload = preset.workload
+        self.responses = ResponseStore(workload.group_size, workload.max_response_tokens)
+        self._episodes: EpisodePlay | None = None
+        if workload.turns is not None:
+            store = EpisodeStore(workload.group_size, workload.max_response_tokens)
+            self.responses, self._episodes = store, EpisodePlay(self, store, workload.turns.concurrency)
         self.cloud = SimCloud(self, trace, preset.spot, preset.assumptions.retry_s)
         self._preset = preset
         self._setup = setup
@@ -191,12 +197,18 @@ class World:
         known = self.core.instances.get(instance)
         return 0 if known is None else known.num_queued
 
+    def note(self, event: Event) -> None:
+        """Let the core handle an event once it has handled those of this moment."""
+        self._inbox.append(event)
+
     def will_settle(self, agent: SimAgent) -> None:
         """Settle the agent once the core has handled every event of this moment."""
         self._unsettled[agent] = None
 
     def finished(self, response: int) -> None:
-        """A response is complete."""
+        """A response is complete, or a turn of an episode."""
+        if self._episodes is not None and self._episodes.turn_finished(response):
+            return
         if self.responses.is_open(response):
             tokens, reason = self.responses.finish(response)
             self._inbox.append(Finished(self.agenda.now, response, tokens, reason))
@@ -234,6 +246,8 @@ class World:
     def step_began(self, step: int) -> None:
         """The trainer asks for a step."""
         self.trainer_activity("hand-over")
+        if self._episodes is not None:
+            self._episodes.begin()
         now = self.agenda.now
         if not self.recorder.rows:
             self.startup_usd = self._usd()
@@ -439,9 +453,9 @@ def simulate(
 
     `seed` decides the responses' lengths, the same for every policy. `progress` receives the simulated
     seconds, `watch` every event and the core's commands. After the trace's end its last nodes stay. Raises
-    `ValueError` for an unknown policy and for a model that its machines cannot hold.
+    what `policy_setup` raises, and `ValueError` for a model that its machines cannot hold.
     """
-    if policy == ORACLE:
+    if policy == ORACLE and preset.workload.turns is None:
         return simulate_oracle(preset, trace, seed, hours)
     setup = policy_setup(policy, preset, Switches() if switches is None else switches)
     end_s = hours * 3600.0

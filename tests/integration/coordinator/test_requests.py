@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlboost_runtime.audit.turns import Turns
+from rlboost_runtime.audit.turns import SampledTurns
 from rlboost_runtime.coordinator.driver import requests as desk_module
 from rlboost_runtime.coordinator.driver.core_driver import CoreDriver
 from rlboost_runtime.coordinator.driver.ingest import Ingest
@@ -367,7 +367,7 @@ async def test_a_full_segment_is_replaced_by_what_is_open_of_it(
     async with head(tmp_path) as made:
         (tokens,) = made.driver.requests.open.values()
         assert list(tokens.ids) == [at % 7 for at in range(20)]
-    kept = Turns.read(tmp_path / "requests")
+    kept = SampledTurns.read(tmp_path / "requests")
     assert len(kept.requests) == 21, "what is over stays for the audit"
     assert list(kept.requests[FIRST_REQUEST].ids) == [at % 7 for at in range(20)]
 

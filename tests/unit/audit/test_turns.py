@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rlboost_runtime.audit.turns import Turns
+from rlboost_runtime.audit.turns import SampledTurns
 from rlboost_runtime.coordinator.driver.requests import request_record, tokens_record
 from rlboost_runtime.coordinator.storage.journal import Journal
 from rlboost_runtime.coordinator.storage.request_tokens import RequestRecord
@@ -46,7 +46,7 @@ def episode(*samples: RecordedSample) -> EpisodeResult:
 
 async def turns(
     folder: Path, *asked: tuple[list[int], list[int]], version: int = VERSION, number: int = EPISODE
-) -> Turns:
+) -> SampledTurns:
     """Write a journal of requests as the coordinator does, each a prompt and what was sampled; read it."""
     journal = Journal(folder / "requests", SystemDisk(), lambda problem: None)
     journal.start(asyncio.get_running_loop())
@@ -67,7 +67,7 @@ async def turns(
             )
         )
     await journal.close()
-    return Turns.read(folder / "requests")
+    return SampledTurns.read(folder / "requests")
 
 
 BOTH = (PROMPT, FIRST), ([*PROMPT, *FIRST, *TOLD], SECOND)
@@ -156,5 +156,5 @@ async def test_a_damaged_segment_is_named(tmp_path: Path) -> None:
     data = bytearray(segment.read_bytes())
     data[len(data) // 2] ^= 1
     segment.write_bytes(data)
-    found = Turns.read(tmp_path / "requests")
+    found = SampledTurns.read(tmp_path / "requests")
     assert segment.name in found.problems[0]

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from rlboost_runtime.core.base.messages import (
     FIRST_REQUEST,
+    Abort,
     Assign,
     Command,
     DeliverGroup,
+    Disconnected,
     GrantLease,
     InstanceLeft,
     LossCause,
@@ -17,6 +19,8 @@ from rlboost_runtime.core.base.messages import (
     StepStarted,
     Wake,
 )
+from rlboost_runtime.core.dispatch.assignments import YIELD_S
+from rlboost_runtime.core.state.rates import BATCH
 from rlboost_runtime.core.state.responses import ResponseState
 
 TURN = FIRST_REQUEST
@@ -125,3 +129,53 @@ def test_a_turn_of_the_nearest_group_goes_first(new_run) -> None:
     turn(run, TURN + 1, 1)
     turn(run, TURN + 2, 3)
     assert run.assigned(run.finish(TURN)) == {TURN + 2: "a"}
+
+
+def test_a_turn_does_not_give_way(new_run) -> None:
+    """It is over soon, and its prefix, which another engine would have to compute, is long."""
+    run = new_run()
+    run.publish()
+    run.spot("a", max_running=3)
+    episodes(run, groups=2, size=4)
+    for number in range(3):  # of a group of four
+        turn(run, TURN + number, number)
+    for number in (4, 5, 6):
+        run.finish(number)
+    turn(run, TURN + 7, 7)  # its group lacks it alone
+    assert not [c for c in run.until(run.now + 5 * YIELD_S, beating=("a",)) if isinstance(c, Abort)]
+
+
+def test_a_turn_goes_where_the_newest_of_its_episode_ran(new_run) -> None:
+    run = new_run(affinity_slack=1.0)
+    run.publish()
+    run.spot("a", "b")
+    episodes(run)
+    (first,) = run.assigned(turn(run, TURN, 0)).values()
+    second = "b" if first == "a" else "a"
+    run.send(Disconnected(run.now, first, run.epoch(first)))
+    run.send(InstanceLeft(run.now, first, run.epoch(first), LossCause.RESET))
+    assert run.where()[TURN] == second
+    run.finish(TURN)
+    run.spot(first)
+    assert set(run.assigned(turn(run, TURN + 1, 0)).values()) == {second}, "its prefix is there, and longer"
+
+
+def test_what_turns_book_follows_from_turns(new_run) -> None:
+    """The token limit of a turn is all that its episode may still have; few need a hundredth of it."""
+    run = new_run()
+    run.publish()
+    run.spot("a", max_running=999, kv_tokens=100_000)
+    episodes(run, groups=40)
+    limit = 20_000
+
+    def held(number: int) -> int:
+        request = ResponseRequest(number, number, 20, limit, number % 80)
+        run.send(RequestArrived(run.now, request))
+        return run.core.instances["a"].kv_load
+
+    assert held(TURN) > 2_000
+    run.finish(TURN, 50)
+    for number in range(TURN + 1, TURN + BATCH):
+        held(number)
+        run.finish(number, 50)
+    assert 20 < held(TURN + 900) < 100

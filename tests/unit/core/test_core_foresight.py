@@ -10,7 +10,7 @@ from rlboost_runtime.core.base.messages import RLBOOST, Abort, Heartbeat, Pool, 
 from rlboost_runtime.core.dispatch.balance import Balancer
 from rlboost_runtime.core.state.eligible import LoadIndex
 from rlboost_runtime.core.state.instances import Instance
-from rlboost_runtime.core.state.rates import ENOUGH, GenerationRate, Lengths, StepTimes
+from rlboost_runtime.core.state.rates import ENOUGH, GenerationRate, Lengths, RequestLengths, StepTimes
 from rlboost_runtime.core.state.responses import StepResponses
 from rlboost_runtime.core.window.predicted import PredictedWindow
 from rlboost_runtime.core.window.seeding_window import OpenWindow, StepObservation
@@ -295,7 +295,7 @@ def test_reserved_engines_even_out_among_themselves_while_no_spot_instance_serve
     }
     lengths = Lengths()
     lengths.learn([1_500] * 8)
-    balancer = Balancer(eligible, LoadIndex(eligible, lambda _: None), lengths)
+    balancer = Balancer(eligible, LoadIndex(eligible, lambda _: None), lengths, RequestLengths())
     for kv_tokens in (1_000, 2_000, 3_000, 4_000):
         balancer.step_times.learn((10_000, 99), kv_tokens, 0.010 + 2e-6 * kv_tokens)
     requests = tuple(ResponseRequest(i, i, 10, 2_000) for i in range(8))

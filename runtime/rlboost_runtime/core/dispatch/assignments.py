@@ -180,7 +180,7 @@ class Assignments:
             (-self.dispatcher.lacks(r), r.num_tokens, assignment, instance.instance)
             for instance in instances
             for assignment, r in instance.assignments.items()
-            if not r.has_yielded
+            if not r.has_yielded and r.response < FIRST_REQUEST  # a turn is over soon, its prefix is long
         )
         waiting: list[int] = []
         if running and -running[0][0] - self.dispatcher.least_lacking() >= YIELD_MARGIN:
@@ -209,6 +209,7 @@ class Assignments:
         if response.response >= FIRST_REQUEST:
             self.requests.end(response, self._context.now, num_tokens, reason)
             self.dispatcher.ended_request(response)
+            self.dispatcher.request_lengths.add(num_tokens)
             if self.book is not None and response.request.episode is not None:
                 self.book.add_turn(response.request.episode, num_tokens)
             self._context.emit(EndRequest(response.response, reason))

@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 
-from rlboost_runtime.core.base.messages import Pool
+from rlboost_runtime.core.base.messages import FIRST_REQUEST, Pool
 from rlboost_runtime.core.state.eligible import LoadIndex, Rank
 from rlboost_runtime.core.state.instances import Instance
-from rlboost_runtime.core.state.rates import Lengths, StepTimes
+from rlboost_runtime.core.state.rates import Lengths, RequestLengths, StepTimes
 from rlboost_runtime.core.state.responses import Response
 
 UNEVEN_SHARE = 0.05
@@ -52,7 +52,13 @@ class Balancer:
     moves_one = False
     """True for a rule that moves pending responses one by one."""
 
-    def __init__(self, eligible: Mapping[str, Instance], load_index: LoadIndex, lengths: Lengths) -> None:
+    def __init__(
+        self,
+        eligible: Mapping[str, Instance],
+        load_index: LoadIndex,
+        lengths: Lengths,
+        request_lengths: RequestLengths,
+    ) -> None:
         self.step_times = StepTimes()
         self._uneven = [
             (
@@ -63,6 +69,7 @@ class Balancer:
         ]
         """By pool: the fullest first, the emptiest first."""
         self._lengths = lengths
+        self._request_lengths = request_lengths
         self._even_at = 0.0
         self.longest_queue = LoadIndex(eligible, _most_pending)
         self.load_index = load_index
@@ -99,7 +106,7 @@ class Balancer:
         source, target = self._most_uneven()
         if source is None or target is None or source is target or source.aborting or target.aborting:
             return None
-        if not self._lengths.is_known or source.share - target.share < UNEVEN_SHARE:
+        if source.share - target.share < UNEVEN_SHARE:
             return None
         line = self.step_times.line(source.kind)
         if line is None or now < self._even_at:
@@ -135,7 +142,10 @@ class Balancer:
     def _pays(self, response: Response, load_index: int, guests: int, line: tuple[float, float]) -> bool:
         slope_s, empty_s = line
         so_far = response.num_tokens
-        expected = min(float(response.request.max_tokens), self._lengths.expected(so_far))
+        lengths = self._lengths if response.response < FIRST_REQUEST else self._request_lengths
+        if not lengths.is_known:
+            return False
+        expected = min(float(response.request.max_tokens), lengths.expected(so_far))
         saved_s = slope_s * max(0.0, expected - so_far) * (load_index - 1 - guests)
         return saved_s > PREFILL_SHARE * empty_s * (guests + 1)
 

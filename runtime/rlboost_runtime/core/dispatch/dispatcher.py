@@ -30,6 +30,7 @@ from rlboost_runtime.core.base.messages import FIRST_REQUEST, Pool
 from rlboost_runtime.core.base.timers import Context, Timer
 from rlboost_runtime.core.state.eligible import LoadIndex, Rank
 from rlboost_runtime.core.state.instances import Instance, InstanceTable
+from rlboost_runtime.core.state.rates import RequestLengths
 from rlboost_runtime.core.state.responses import (
     Response,
     ResponseState,
@@ -87,6 +88,7 @@ class Dispatcher:
         self._context = context
         self._instance_table = instance_table
         self._ran_on: dict[int, dict[str, None]] = {}
+        self.request_lengths = RequestLengths()
 
     def open_step(self, former: StepResponses | None, book: StepResponses) -> None:
         """Forget the former step, except the lengths of its responses."""
@@ -149,7 +151,11 @@ class Dispatcher:
     def kv_estimate(self, response: Response) -> int:
         """Return the KV tokens to book: prompt, tokens so far, and a part of the expected growth."""
         request, so_far = response.request, response.num_tokens
-        expected = self._expected_tokens
+        if response.response < FIRST_REQUEST:
+            expected = self._expected_tokens
+        else:
+            known = self.request_lengths
+            expected = known.expected(so_far) if known.is_known else None
         if expected is None:
             expected = FIRST_LENGTH_SHARE * request.max_tokens
         growth = max(expected - so_far, OVERDUE_GROWTH_SHARE * so_far)
@@ -172,7 +178,9 @@ class Dispatcher:
             if choice is None:  # waits for an instance that it has not made fail; others need not
                 stuck.append(response)
                 continue
-            self._ran_on.setdefault(response.group, {})[choice.instance] = None
+            ran_on = self._ran_on.setdefault(response.group, {})
+            ran_on.pop(choice.instance, None)
+            ran_on[choice.instance] = None
             place(response, choice, estimate)
         for response in stuck:
             self.enqueue(response)
@@ -194,6 +202,8 @@ class Dispatcher:
         siblings = [
             i for i in near if i is not None and i.share <= limit and self._admits(i, response, estimate)
         ]
+        if response.response >= FIRST_REQUEST and siblings:
+            return siblings[-1]  # a session's newest turn, which has the longest prefix
         return min(siblings, key=_rank) if siblings else emptiest
 
     def _admits(

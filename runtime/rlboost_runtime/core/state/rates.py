@@ -178,6 +178,10 @@ ENOUGH = 512
 """Finished responses that are remembered, in whole steps; fewer and the mean of the long ones is a guess."""
 
 
+BATCH = 32
+"""Finished requests whose lengths are taken in together."""
+
+
 class Lengths:
     """Lengths of the responses of the last steps, in tokens."""
 
@@ -234,6 +238,22 @@ class Lengths:
         if index == len(self._sorted):
             return float(so_far)
         return self._sum_from[index] / (len(self._sorted) - index)
+
+
+class RequestLengths(Lengths):
+    """Lengths of what is requested on its own, turns of episodes among it: known as it finishes, not once a
+    step is over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._fresh: list[int] = []
+
+    def add(self, num_tokens: int) -> None:
+        """Take in a request that has finished; they count by the batch."""
+        self._fresh.append(num_tokens)
+        if len(self._fresh) >= BATCH:
+            self.learn(self._fresh)
+            self._fresh.clear()
 
 
 def spread(lengths: Sequence[int], most: int) -> tuple[int, ...]:

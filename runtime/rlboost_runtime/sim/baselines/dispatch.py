@@ -29,7 +29,7 @@ from rlboost_runtime.core.dispatch.balance import Balancer, Rebalance
 from rlboost_runtime.core.dispatch.dispatcher import Dispatcher, Place
 from rlboost_runtime.core.state.eligible import LoadIndex, Rank
 from rlboost_runtime.core.state.instances import Instance, InstanceTable
-from rlboost_runtime.core.state.rates import Kind, Lengths
+from rlboost_runtime.core.state.rates import Kind, Lengths, RequestLengths
 from rlboost_runtime.core.state.responses import Response, StepResponses, is_current
 
 PACE_S = 1.0
@@ -222,8 +222,14 @@ class IdleBalancer(Balancer):
 
     moves_one = True
 
-    def __init__(self, eligible: Mapping[str, Instance], load_index: LoadIndex, lengths: Lengths) -> None:
-        super().__init__(eligible, load_index, lengths)
+    def __init__(
+        self,
+        eligible: Mapping[str, Instance],
+        load_index: LoadIndex,
+        lengths: Lengths,
+        request_lengths: RequestLengths,
+    ) -> None:
+        super().__init__(eligible, load_index, lengths, request_lengths)
         self._profile = RateProfile()
         self._busiest = LoadIndex(eligible, _most_executing)
 

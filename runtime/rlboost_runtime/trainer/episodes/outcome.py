@@ -98,6 +98,8 @@ class EpisodeResult(msgspec.Struct, frozen=True, array_like=True):
     problem: str = ""
     num_tries: int = 1
     rewards: tuple[float, ...] | None = None
+    environment_s: float = 0.0
+    """How long its environment took, without waiting for the model."""
 
     @property
     def num_responses(self) -> int:
@@ -164,6 +166,8 @@ def episode_metrics(results: Sequence[EpisodeResult]) -> dict[str, float]:
         "turns_max": float(max((each.record.num_turns for each in whole), default=0)),
         "samples_per_episode": sum(len(each.record.samples) for each in whole) / num,
         "environment_tokens_mean": written / num,
+        "environment_s": sum(each.environment_s for each in whole)
+        / max(1, sum(each.record.num_turns for each in whole)),
         "episodes_limited_share": sum(bool(each.record.limit) for each in whole) / num,
         "episodes_tried_again": float(sum(each.num_tries - 1 for each in results)),
         **left_out,

@@ -272,6 +272,7 @@ class EpisodeRunner:
         is_suspect = False
         while True:
             async with self._suspects if is_suspect else self._slots:
+                began = time.monotonic()
                 played, record = await self._attempt(step, number, prompt, alone=is_suspect)
             failure, problem = played.failure, played.problem
             if played.num_ended > 1:
@@ -291,8 +292,9 @@ class EpisodeRunner:
             if not failure:
                 assert record is not None
                 result = EpisodeResult(
-                    record, played.reward, num_tries=tries + losses, rewards=played.rewards
-                )
+                    record, played.reward, num_tries=tries + losses, rewards=played.rewards,
+                    environment_s=max(0.0, time.monotonic() - began - record.model_s),
+                )  # fmt: skip
                 break
             event(
                 log, "episode.failed", level=logging.WARNING, step=step.step, episode=number, kind=failure,
