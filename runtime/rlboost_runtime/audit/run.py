@@ -77,7 +77,7 @@ class Audit:
     requests: int = 0
     """What the endpoint was asked for, turns of episodes among it."""
     turns_trained: int = 0
-    """SampledTurns whose tokens were trained, each of them compared with what was sampled."""
+    """Turns whose tokens were trained, each of them compared with what was sampled."""
     commands_digest: str = ""
     steps: list[StepAudit] = field(default_factory=list)
 

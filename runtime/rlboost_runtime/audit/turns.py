@@ -3,7 +3,7 @@
 The coordinator's journal of requests has each turn as the engines sampled it: prompt, ids, logprobs, policy
 version. The trainer's files of episodes have the samples that it trained. Every sampled token of a sample has
 to be part of one turn, after exactly the context of that turn, with the same logprob; no turn may be trained
-twice. SampledTurns that no sample has are those of episodes that were played again or left out.
+twice. Turns that no sample has are those of episodes that were played again or left out.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class SampledTurns:
     requests: dict[int, RequestTokens] = field(default_factory=dict)
     """By response number."""
     num_trained: int = 0
-    """SampledTurns that a trained sample has."""
+    """Turns that a trained sample has."""
     problems: list[str] = field(default_factory=list)
     _by_context: dict[tuple[int, bytes], list[RequestTokens]] = field(
         default_factory=lambda: defaultdict(list)
