@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import errno
 import functools
+import gc
 import logging
 import os
 import signal
@@ -27,13 +28,13 @@ from rlboost_runtime.errors import RLBoostError, port_taken
 from rlboost_runtime.inference.episode_app import make_episode_app
 from rlboost_runtime.inference.episodes import SOCKET_NAME, Episodes
 from rlboost_runtime.inference.fleet import Fleet
-from rlboost_runtime.inference.model import load_model
+from rlboost_runtime.inference.model import EndpointModel, load_model
 from rlboost_runtime.inference.server import Keys, make_app
 from rlboost_runtime.inference.service import Service
 from rlboost_runtime.job import Job
 from rlboost_runtime.logs import event, explain, setup
 from rlboost_runtime.protocol.session import RunIsOver
-from rlboost_runtime.protocol.transport import connect
+from rlboost_runtime.protocol.transport import connect, listening_socket
 from rlboost_runtime.run.folder import RunFolder, read_json, write_json
 from rlboost_runtime.run.head import LOOPBACK, endpoint, listen_host, read_address
 from rlboost_runtime.run.resolved import read_resolved
@@ -49,6 +50,9 @@ UNREAD_MS = 60_000
 """How long a client may take nothing of what is sent to it until its connection is cut."""
 CLOSE_S = 2.0
 """Time for open streams to say how they end."""
+KEPT_S = 75
+"""How long an idle connection is kept: an agent comes back once its environment is done, and a new connection
+costs a TLS handshake."""
 
 
 class _Server(uvicorn.Server):
@@ -80,15 +84,8 @@ def _former_port(endpoint_file: Path) -> int:
 
 
 def _listener(host: str, port: int) -> socket.socket:
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener = listening_socket(host, port)
     _cut_the_unreachable(listener)
-    try:
-        listener.bind((host, port))
-    except OSError:
-        listener.close()
-        raise
-    listener.listen(1024)
     return listener
 
 
@@ -131,6 +128,15 @@ def bind_loopback(run: RunFolder) -> socket.socket:
     return listener
 
 
+def _load(run: RunFolder, job: Job) -> EndpointModel:
+    """Return what is served. What is there from then on, 400 MB with the tokenizer's library, is not looked
+    through for garbage again: that stopped all streams for 50 ms."""
+    model = load_model(run, job)
+    gc.collect()
+    gc.freeze()
+    return model
+
+
 async def serve(run: RunFolder, job: Job) -> None:
     """Serve until SIGTERM or the run's end. Raises `RLBoostError`."""
     token, certificate = read_token(run), run.certificate.read_text()
@@ -142,7 +148,7 @@ async def serve(run: RunFolder, job: Job) -> None:
         return await connect(f"{known['url']}/v1/requests", token, certificate, timeout_s=DIAL_TIMEOUT_S)
 
     fleet = Fleet(run.name, dial, SystemClock())
-    load = functools.cache(partial(load_model, run, job))
+    load = functools.cache(partial(_load, run, job))
     leave = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, leave.set)
@@ -177,7 +183,7 @@ async def serve(run: RunFolder, job: Job) -> None:
 
 def _config(app: FastAPI, key: Path | None = None, certificate: Path | None = None) -> uvicorn.Config:
     return uvicorn.Config(
-        app, loop="none", lifespan="off", log_config=None, access_log=False,
+        app, loop="none", lifespan="off", log_config=None, access_log=False, timeout_keep_alive=KEPT_S,
         ssl_keyfile=key, ssl_certfile=certificate, timeout_graceful_shutdown=int(CLOSE_S),
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The live network seam: whole binary messages over one TLS WebSocket that we dialled.
+"""The live network seam: sockets to listen on; whole binary messages over one TLS WebSocket that we dialled.
 
 Guarantees: the server is the one that holds the given certificate, or nothing is sent to it, the token
 included; whatever goes wrong with the network is a `ConnectionError`, before and after the connection is
@@ -9,6 +9,7 @@ There are no WebSocket pings: the protocol's own heartbeats show whether a peer 
 
 from __future__ import annotations
 
+import socket
 import ssl
 from urllib.parse import urlsplit
 
@@ -23,6 +24,24 @@ from rlboost_runtime.seams import Transport
 
 CLOSE_TIMEOUT_S = 1.0
 """How long `close` waits for the peer's answer: enough for a live one; a dead one must not hold us up."""
+
+
+def listening_socket(host: str, port: int) -> socket.socket:
+    """Return a socket that listens on `host`; `port` 0: a free one. Raises `OSError`.
+
+    Small messages leave at once. asyncio sees to that for sockets that it makes, but not for those that it is
+    given: there a second message waits until the first is acknowledged, up to 40 ms.
+    """
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # accepted ones have it, too
+        listener.bind((host, port))
+    except OSError:
+        listener.close()
+        raise
+    listener.listen(1024)
+    return listener
 
 
 async def connect(url: str, token: str, certificate_pem: str, *, timeout_s: float) -> Transport:

@@ -327,7 +327,7 @@ async def test_a_step_flows_from_request_to_delivery_and_lease(tmp_path: Path) -
         assert [each.handover_s for each in trained] == [2.5], "the brain hears what the trainer measured"
 
 
-async def test_the_first_frame_after_a_pause_is_accepted_at_once(
+async def test_a_frame_is_accepted_at_once_unless_it_follows_several(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ingest_module, "GATHER_S", 1.0)
@@ -340,10 +340,17 @@ async def test_the_first_frame_after_a_pause_is_accepted_at_once(
         began = time.monotonic()
         await agent.say(frame(0, [(a, 0, [1, 2]), (b, 0, [5])]))
         assert (await agent.hear(Ack)).seq == 0
-        assert time.monotonic() - began < 0.5
-        await agent.say(frame(1, [(a, 2, [9])]))
+        await agent.say(frame(1, [(a, 2, [3])]))
         assert (await agent.hear(Ack)).seq == 1
-        assert time.monotonic() - began >= 1.0, "what follows gathers"
+        assert time.monotonic() - began < 0.5, "each is alone"
+        accept = Ingest._accept_batch
+        monkeypatch.setattr(Ingest, "_accept_batch", lambda self: accept(self) + 1)  # as if another had come
+        await agent.say(frame(2, [(a, 3, [4])]))
+        assert (await agent.hear(Ack)).seq == 2
+        began = time.monotonic()
+        await agent.say(frame(3, [(a, 4, [9])]))
+        assert (await agent.hear(Ack)).seq == 3
+        assert time.monotonic() - began >= 0.9, "what follows gathers"
 
 
 async def test_an_event_that_cannot_be_logged_ends_the_process(

@@ -1,8 +1,9 @@
 """Frames from all agents into the token store and the journal, several at a time.
 
 What a frame costs is mostly the number of numpy calls and of journal records, not its tokens. So frames that
-arrive soon after the last batch (`SHARE`) are merged and accepted as one, with one journal record; a frame
-that comes later is accepted at once, as somebody may wait for its first token. Each sender gets its own
+arrive soon after a batch of several (`SHARE`) are merged and accepted as one, with one journal record. One
+that comes later, or while so few come that each is alone, is accepted at once, as somebody may wait for its
+first token. Each sender gets its own
 acknowledgement once that record is on stable storage; only then does the core learn what ended.
 
 Guarantees: frames of one sender are accepted in their order; a frame that contradicts itself costs its sender
@@ -30,8 +31,7 @@ GATHER_S = 0.02
 """Longest time between two batches while frames come: less than half of the agents' flush interval."""
 
 SHARE = 0.1
-"""The pause after a batch makes its cost this share of the time: few frames wait little, and many are
-merged."""
+"""The pause after a batch of several makes its cost this share of the time."""
 
 NO_OWN_TOKENS = OwnTokens()
 
@@ -105,15 +105,17 @@ class Ingest:
         """Accept one batch; leave the next one to another turn of the loop, so that other tasks can run."""
         loop = asyncio.get_running_loop()
         began = loop.time()
-        self._accept_batch()
+        num_frames = self._accept_batch()
         now = loop.time()
-        self._due_at = now + min(GATHER_S, (now - began) / SHARE)
+        self._due_at = now + min(GATHER_S, (now - began) / SHARE) if num_frames > 1 else now
         self._timer = loop.call_later(0, self._accept_some) if self._arrived else None
 
-    def _accept_batch(self) -> None:
+    def _accept_batch(self) -> int:
+        """Accept the first frame of each sender; return how many that were."""
         batch = [arrived for arrived in self._take_batch() if self._is_own(*arrived)]
         if batch:
             self._accept_merged(batch)
+        return len(batch)
 
     def _is_own(self, sender: Sender, frame: Frame) -> bool:
         """Fail a sender that answers for another: no honest agent knows another's assignments."""

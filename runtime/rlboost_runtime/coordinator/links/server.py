@@ -20,6 +20,7 @@ from rlboost_runtime.errors import NotFound, ProviderError, RLBoostError, Runtim
 from rlboost_runtime.protocol.messages import MAX_MESSAGE_BYTES
 from rlboost_runtime.protocol.prometheus import CONTENT_TYPE, exposition
 from rlboost_runtime.protocol.status import read_status
+from rlboost_runtime.protocol.transport import listening_socket
 from rlboost_runtime.run.credentials import DENIED, RUN, holder_of
 from rlboost_runtime.run.folder import RunFolder, read_json, write_json
 from rlboost_runtime.run.head import endpoint, listen_host, read_address
@@ -236,16 +237,12 @@ def bind(run: RunFolder) -> socket.socket:
     address = read_address(run)
     fresh = 0 if address is None else address.control_port
     port = fresh if known is None else int(str(known["url"]).rsplit(":", 1)[1])
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((listen_host(address), port))
+        listener = listening_socket(listen_host(address), port)
     except OSError as problem:
-        listener.close()
         if problem.errno != errno.EADDRINUSE:
             raise
         raise port_taken(port, "coordinator", run.name) from problem
-    listener.listen(1024)
     write_json(run.endpoint, endpoint(listener.getsockname()[1], address))
     return listener
 
