@@ -84,7 +84,7 @@ def made(run: AgentRun, folder: Path) -> dict[str, Any]:
     return {
         "name": run.name,
         "seconds": round(seconds, 1),
-        "machines_taken": status["preemptions"],
+        "machines_taken": sum(status["preemptions"].values()),
         "audit_clean": audit["clean"],
         "audit_problems": audit["problems"][:3],
         "turns_trained": audit["turns"]["trained"],
