@@ -20,6 +20,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -113,12 +114,12 @@ def has_learned(record: dict[str, Any]) -> bool:
     return rises and record["machines_taken"] > 0 and record["audit_clean"]
 
 
-def draw(records: list[dict[str, Any]], path: Path) -> None:
+def draw(records: list[dict[str, Any]], kinds: Sequence[str], path: Path) -> None:
     """Draw every run's reward by step."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 3.4), layout="constrained")
-    for axes, kind in zip(figure.subplots(1, len(KINDS), sharey=True), KINDS, strict=True):
+    figure = Figure(figsize=(4.5 * len(kinds), 3.2), layout="constrained")
+    for axes, kind in zip(figure.subplots(1, len(kinds), sharey=True, squeeze=False)[0], kinds, strict=True):
         for record in records:
             if record["name"].startswith(kind):
                 axes.plot(record["reward_mean"], lw=1.2, label=f"seed {record['name'].rpartition('-')[2]}")
@@ -159,7 +160,7 @@ def main() -> int:
     if asked.result is not None:
         asked.result.write_text(json.dumps(found, indent=1) + "\n")
     if asked.picture is not None:
-        draw(records, asked.picture)
+        draw(records, asked.kinds, asked.picture)
     print(json.dumps(found))
     return 0 if found["pass"] else 1
 
