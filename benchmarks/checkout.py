@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SOURCES = ("runtime", "providers", "rlboost_cli", "examples")
+
+
+def python_path() -> str:
+    """Return the PYTHONPATH with which child processes run this checkout."""
+    roots = [REPOSITORY, *(REPOSITORY / name for name in ("runtime", "providers", "templates"))]
+    return os.pathsep.join([*map(str, roots), os.environ.get("PYTHONPATH", "")])
 
 
 def commit() -> str:

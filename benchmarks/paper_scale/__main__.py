@@ -27,7 +27,7 @@ from typing import Any
 import msgspec
 from ruamel.yaml import YAML
 
-from benchmarks.checkout import REPOSITORY, commit
+from benchmarks.checkout import commit, python_path
 from benchmarks.paper_scale.lived import Lived, read_lived
 from benchmarks.paper_scale.scenario import FILE, Scenario
 from benchmarks.paper_scale.watch import Watched, watch
@@ -212,10 +212,9 @@ def main() -> int:
     """Run, report; 1 if a verdict does not hold."""
     options = parse()
     options.market()  # a trace that is not there is said before anything starts
-    paths = [str(REPOSITORY), *(str(REPOSITORY / name) for name in ("runtime", "providers", "templates"))]
     os.environ |= {
         ENGINE: "benchmarks.paper_scale.engine:ModelledEngine",
-        "PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": python_path(),
         "OMP_NUM_THREADS": "1",
     }
     with tempfile.TemporaryDirectory(prefix="paper-scale-") as temporary:

@@ -24,8 +24,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from benchmarks.checkout import REPOSITORY, commit
-from benchmarks.serving.fleet import IDS, job
+from benchmarks.checkout import commit, python_path
+from benchmarks.serving.fleet import IDS, emulated_job
 from rlboost_runtime.agent.engine_host import ENGINE
 from rlboost_runtime.engines.emulated import VOCABULARY, emulated_response
 from rlboost_runtime.processes import kill_tagged
@@ -46,12 +46,7 @@ def answered(out: Path) -> int:
 def run(cli: Cli, num_rows: int) -> dict[str, Any]:
     """Answer the rows through the kills, and return what was found."""
     model = varied_model(cli.home / "model", 2 * CONTEXT)
-    made = job(
-        {"price_usd_per_hour": 2.66}, {"min_instances": 1, "max_instances": 1}, trainer={"local_engines": 0},
-        engine_args={"max_running": 256, "tokens_per_s_per_response": 1_000},
-    )  # fmt: skip
-    made["algorithm"] |= {"temperature": 1.0, "max_prompt_tokens": CONTEXT, "max_response_tokens": CONTEXT}
-    path = cli.job(NAME, model=str(model), **made)
+    path = cli.job(NAME, model=str(model), **emulated_job(CONTEXT))
     served(cli, path)
     random = Random(0)
     prompts = [[random.randrange(VOCABULARY) for _ in range(16)] for _ in range(num_rows)]
@@ -111,10 +106,9 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=10_000)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    paths = [str(REPOSITORY), *(str(REPOSITORY / name) for name in ("runtime", "providers", "templates"))]
     os.environ |= {
         ENGINE: "benchmarks.sessions.engine:ProbedEngine",
-        "PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": python_path(),
     }
     with tempfile.TemporaryDirectory() as folder, cli_of_its_own(Path(folder)) as cli:
         found = run(cli, options.rows)

@@ -36,6 +36,17 @@ def job(offer: dict[str, Any], spot: dict[str, Any], **rest: Any) -> dict[str, A
     }
 
 
+def emulated_job(context: int) -> dict[str, Any]:
+    """Return `job` with one machine whose engine has no model and gives a token a millisecond; prompts and
+    responses may have `context` tokens each."""
+    made = job(
+        {"price_usd_per_hour": 2.66}, {"min_instances": 1, "max_instances": 1}, trainer={"local_engines": 0},
+        engine_args={"max_running": 256, "tokens_per_s_per_response": 1_000},
+    )  # fmt: skip
+    made["algorithm"] |= {"temperature": 1.0, "max_prompt_tokens": context, "max_response_tokens": context}
+    return made
+
+
 def prompts(number: int, seed: int) -> list[str]:
     """Return prompts that differ."""
     random = Random(seed)

@@ -34,8 +34,8 @@ from typing import Any, Protocol
 import httpx2
 import openai
 
-from benchmarks.checkout import REPOSITORY, commit
-from benchmarks.serving.fleet import IDS, client, job, serve
+from benchmarks.checkout import commit, python_path
+from benchmarks.serving.fleet import IDS, client, emulated_job, serve
 from rlboost_runtime.agent.engine_host import ENGINE
 from rlboost_runtime.engines.emulated import VOCABULARY, emulated_response
 from rlboost_runtime.protocol.messages import Sampling
@@ -164,12 +164,7 @@ async def load(cli: Cli, sessions: int, seconds: float, kind: str) -> tuple[Foun
 def measure(cli: Cli, sessions: int, seconds: float, kind: str) -> dict[str, Any]:
     """Serve a run, load it, and return what was found."""
     model = varied_model(cli.home / "model", 2 * CONTEXT)
-    made = job(
-        {"price_usd_per_hour": 2.66}, {"min_instances": 1, "max_instances": 1}, trainer={"local_engines": 0},
-        engine_args={"max_running": 256, "tokens_per_s_per_response": 1_000},
-    )  # fmt: skip
-    made["algorithm"] |= {"temperature": 1.0, "max_prompt_tokens": CONTEXT, "max_response_tokens": CONTEXT}
-    serve(cli, NAME, model, made)
+    serve(cli, NAME, model, emulated_job(CONTEXT))
     found, memory = asyncio.run(load(cli, sessions, seconds, kind))
     cli("down", NAME, "--yes")
     cuts = quantiles(found.first_s, n=100)
@@ -191,10 +186,9 @@ def main() -> int:
     parser.add_argument("--client", choices=CLIENTS, default="plain")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    paths = [str(REPOSITORY), *(str(REPOSITORY / name) for name in ("runtime", "providers", "templates"))]
     os.environ |= {
         ENGINE: "benchmarks.sessions.engine:ProbedEngine",
-        "PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": python_path(),
     }
     with tempfile.TemporaryDirectory() as folder, cli_of_its_own(Path(folder)) as cli:
         found = measure(cli, options.sessions, options.seconds, options.client)

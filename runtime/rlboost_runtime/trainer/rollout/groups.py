@@ -385,7 +385,7 @@ def score_group(pending: PendingGroup, algorithm: Algorithm) -> ScoredGroup:
             _turn_rewards(each.episode, reward.value) for each, reward in zip(decoded, rewards, strict=True)
         ]
         is_flat = len(plain) < 2 or are_flat(
-            [returns(own, len(own)) for own, ok in zip(earned, usable, strict=True) if ok]
+            [returns(own) for own, ok in zip(earned, usable, strict=True) if ok]
         )
     return ScoredGroup(
         pending.group,
@@ -414,13 +414,13 @@ def _by_turn(
     """Return the samples with what each turn is credited with: advantages, or rewards where there is a
     critic. `shaped`: rewards of whole episodes with the penalties, which their last turns pay."""
     earned = [_turn_rewards(each.episode, reward) for each, reward in zip(responses, shaped, strict=True)]
-    advantages = turn_advantages([returns(own, len(own)) for own in earned], usable, algorithm.loss)
+    advantages = turn_advantages([returns(own) for own in earned], usable, algorithm.loss)
     found = []
     for samples, response, own, of_turns in zip(scored, responses, earned, advantages, strict=True):
         recorded = () if response.episode is None else response.episode.record.samples
         found.append(
             tuple(
-                replace(sample, rewards=at_turns_ends(each, own, len(own)))
+                replace(sample, rewards=at_turns_ends(each, own))
                 if algorithm.critic is not None
                 else replace(sample, advantages=per_token(each, of_turns))
                 for sample, each in zip(samples, recorded, strict=True)

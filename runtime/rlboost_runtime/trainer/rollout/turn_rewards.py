@@ -10,6 +10,7 @@ nothing to be compared with, and so the advantage 0.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -22,14 +23,9 @@ from rlboost_runtime.trainer.learn.losses import group_advantages
 Floats = NDArray[np.float32]
 
 
-def returns(rewards: Sequence[float], num_turns: int) -> list[float]:
-    """Return the return of each turn; turns behind the last reward have earned nothing."""
-    padded = [*rewards, *[0.0] * (num_turns - len(rewards))]
-    found, rest = [0.0] * num_turns, 0.0
-    for turn in reversed(range(num_turns)):
-        rest += padded[turn]
-        found[turn] = rest
-    return found
+def returns(rewards: Sequence[float]) -> list[float]:
+    """Return the return of each turn, given each one's reward."""
+    return [*accumulate(reversed(rewards))][::-1]
 
 
 def turn_advantages(
@@ -69,10 +65,10 @@ def per_token(sample: RecordedSample, of_turns: Sequence[float]) -> Floats:
     return found
 
 
-def at_turns_ends(sample: RecordedSample, rewards: Sequence[float], num_turns: int) -> Floats:
+def at_turns_ends(sample: RecordedSample, rewards: Sequence[float]) -> Floats:
     """Return, per token of a sample, the reward that is earned with it: each turn's at its last token. What
     the episode earns after the sample's last turn, in other samples, is earned there."""
-    rest = [*returns(rewards, num_turns), 0.0]
+    rest = returns(rewards)
     sampled = np.frombuffer(sample.sampled, np.uint8)
     found = np.zeros(len(sampled), np.float32)
     turns = list(_turns_of(sample))
