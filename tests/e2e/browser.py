@@ -87,6 +87,12 @@ class Page:
                 text=text if kind == "keyDown" else "",
             )  # fmt: skip
 
+    def type(self, text: str) -> None:
+        """Type into the focused field, key by key: some pages listen to keys alone."""
+        for letter in text:
+            self.call("Input.dispatchKeyEvent", type="keyDown", key=letter, text=letter)
+            self.call("Input.dispatchKeyEvent", type="keyUp", key=letter)
+
     def wait(self, expression: str, timeout_s: float) -> float:
         """Wait until the expression is true; return the seconds that it took."""
         started = time.monotonic()
