@@ -29,12 +29,18 @@ LEAST_BYTES, MOST_BYTES = 1 << 16, 32 << 20
 FIRST_BYTES = 1 << 18
 PIECE_S = 0.004
 """Seconds that they take, between these bounds."""
-LOOK_S, LOOK_EVERY_S = 1.0, 120.0
-"""Every so often, and first of all, a disk is written to as fast as it can for so long."""
+LOOK_S, LOOK_EVERY_S = 1.0, 600.0
+"""Every so often, and first of all, a disk is written to as fast as it can for so long. Acknowledgements are
+slow meanwhile, so it is for much less than 1 % of the time."""
+LOOK_AGAIN_S = 60.0
+"""The same after a disk became slower, and twice as long each time that it stays so."""
 LOOKS = 3
 """The best of so many counts: what others did meanwhile does not slow a writer down for long."""
 BELOW = 0.85
 """The rate in between, as a share of what the disk took."""
+AT_ITS_LIMIT = 0.97
+"""A disk that takes this share of `LOOK_S` for what is to take `BELOW` of it has become slower: that counts
+as a look."""
 RESERVED_BYTES = 256 << 20
 """Of a file that grows, reserved at a time."""
 _WRITE_AND_WAIT = 1 | 2 | 4  # SYNC_FILE_RANGE_WAIT_BEFORE | _WRITE | _WAIT_AFTER
@@ -51,29 +57,46 @@ class Pace:
         """Bytes to hand over next; few before the disk is known: one with a limit takes a burst at once,
         and everybody else waits."""
         self._seen: deque[float] = deque(maxlen=LOOKS)
-        self._looking = _Look()
+        self._look = _Look()
         self._looked_at = -math.inf
+        self._look_every_s = LOOK_EVERY_S
 
     def wrote(self, num_bytes: int, took_s: float, now: float) -> float:
         """Note that the disk took so many bytes in `took_s`; return for how many seconds to pause."""
-        if now - self._looked_at < LOOK_EVERY_S:
-            return max(0.0, num_bytes / (BELOW * max(self._seen)) - took_s)
-        look = self._looking
+        is_looking = now - self._looked_at >= self._look_every_s
+        if is_looking and not self._look.is_at_full_speed:
+            self._look = _Look(is_at_full_speed=True)
+        pause_s = 0.0 if is_looking else max(0.0, num_bytes / (BELOW * max(self._seen)) - took_s)
+        look = self._look
         look.num_bytes += num_bytes
-        look.seconds += took_s
-        if look.seconds >= LOOK_S:
-            self._seen.append(look.num_bytes / look.seconds)
-            self.piece_bytes = min(MOST_BYTES, max(LEAST_BYTES, int(PIECE_S * max(self._seen))))
-            self._looking, self._looked_at = _Look(), now
-        return 0.0
+        look.busy_s += took_s
+        look.pause_s += pause_s
+        if look.busy_s + look.pause_s >= LOOK_S:
+            if look.busy_s >= AT_ITS_LIMIT * (look.busy_s + look.pause_s):
+                self._saw(look.num_bytes / look.busy_s, now)
+            self._look = _Look()
+        return pause_s
+
+    def _saw(self, bytes_per_s: float, now: float) -> None:
+        before = max(self._seen, default=0.0)
+        self._seen.append(bytes_per_s)
+        if max(self._seen) < AT_ITS_LIMIT * before:
+            self._look_every_s = LOOK_AGAIN_S
+        elif self._look.is_at_full_speed:
+            self._look_every_s = min(LOOK_EVERY_S, 2 * self._look_every_s)
+        self._looked_at = now
+        self.piece_bytes = min(MOST_BYTES, max(LEAST_BYTES, int(PIECE_S * max(self._seen))))
 
 
 @dataclass(slots=True)
 class _Look:
-    """What a disk has taken, and in how long."""
+    """What a disk has taken lately, for how long it was busy with it, and for how long it was left alone."""
 
     num_bytes: int = 0
-    seconds: float = 0.0
+    busy_s: float = 0.0
+    pause_s: float = 0.0
+    is_at_full_speed: bool = False
+    """Nothing is paused for."""
 
 
 _paces: dict[int, Pace] = {}

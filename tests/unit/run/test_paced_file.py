@@ -11,7 +11,15 @@ from pathlib import Path
 import pytest
 
 from rlboost_runtime.run import paced_file
-from rlboost_runtime.run.paced_file import LEAST_BYTES, LOOK_EVERY_S, LOOK_S, MOST_BYTES, Pace, PacedFile
+from rlboost_runtime.run.paced_file import (
+    LEAST_BYTES,
+    LOOK_EVERY_S,
+    LOOK_S,
+    LOOKS,
+    MOST_BYTES,
+    Pace,
+    PacedFile,
+)
 
 
 class Disk:
@@ -43,9 +51,36 @@ def test_a_disk_that_is_slow_for_a_while_is_not_held_to_that() -> None:
     disk, pace = Disk(100e6), Pace()
     disk.write_for(pace, 2 * LOOK_S)
     disk.bytes_per_s = 10e6
-    disk.write_for(pace, LOOK_EVERY_S + 2 * LOOK_S)
+    disk.write_for(pace, 100.0)
+    disk.bytes_per_s = 100e6
+    disk.write_for(pace, LOOK_EVERY_S / 2)
+    assert disk.write_for(pace, 20.0) == pytest.approx(85e6, rel=0.01)
+
+
+def test_a_disk_that_becomes_slower_is_left_time_again_within_seconds() -> None:
+    disk, pace = Disk(100e6), Pace()
+    disk.write_for(pace, 2 * LOOK_S)
+    disk.bytes_per_s = 40e6
+    disk.write_for(pace, (LOOKS + 2) * LOOK_S)
+    assert disk.write_for(pace, 20.0) == pytest.approx(0.85 * 40e6, rel=0.01)
+
+
+def test_one_slow_second_of_a_disk_changes_nothing() -> None:
+    disk, pace = Disk(100e6), Pace()
+    disk.write_for(pace, 2 * LOOK_S)
+    disk.bytes_per_s = 40e6
+    disk.write_for(pace, 1.5 * LOOK_S)
     disk.bytes_per_s = 100e6
     assert disk.write_for(pace, 20.0) == pytest.approx(85e6, rel=0.01)
+
+
+def test_a_disk_is_looked_at_for_much_less_than_a_hundredth_of_the_time() -> None:
+    disk, pace = Disk(50e6), Pace()
+    disk.write_for(pace, 2 * LOOK_S)
+    full = 0
+    for _ in range(1200):
+        full += disk.write_for(pace, 1.0) > 0.9 * 50e6
+    assert 1 <= full <= 4
 
 
 def test_pieces_stay_within_bounds() -> None:
