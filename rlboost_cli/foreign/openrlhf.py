@@ -578,7 +578,7 @@ ELSEWHERE = {
     "critic.muon.*": "AdamW",
     "critic.optim": "AdamW",
     "critic.*": "the critic's schedule, decay and bound are the policy's",
-    "actor.aux_loss_coef": "experts have no load-balancing loss",
+    "actor.aux_loss_coef": "algorithm.router_aux_loss_coef: about this times experts per token",
     "actor.freeze_visual_encoder": _TEXT,
     "data.image_key": _TEXT,
     "data.max_images_per_prompt": _TEXT,

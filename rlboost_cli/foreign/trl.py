@@ -532,7 +532,7 @@ ELSEWHERE = {
     "pad_to_multiple_of": _SIZES,
     "use_liger_kernel": _SIZES,
     "disable_dropout": "dropout is off",
-    "router_aux_loss_coef": "experts have no load-balancing loss",
+    "router_aux_loss_coef": "algorithm.router_aux_loss_coef: about this times experts per token",
     "max_tool_calling_iterations": "responses are a single turn",
 }
 

@@ -184,6 +184,13 @@ class Algorithm(Model):
     """What the ratio compares with after the step's first optimizer step. engine: what the engine reported;
     recompute: a forward pass beforehand, for which all later mini-batches wait; auto: recompute for gspo,
     whose clip is narrower than the mismatch, and for ppo, which waits anyway, else engine."""
+    router_replay: Literal["recompute"] | None = None
+    """Of a mixture of experts: mini-batches after a step's first send each token to the experts that the
+    step's policy chose, as old_logprobs: recompute found them (arXiv 2507.18071, section 5.3); null: to
+    those that the present weights prefer."""
+    router_aux_loss_coef: float = Field(default=0.0, ge=0)
+    """Of a mixture of experts: coefficient of the loss that evens the experts' loads (arXiv 2101.03961,
+    equation 4; 1 with even loads); 0: off."""
     zero_variance_groups: Literal["keep", "drop", "replace"] = "keep"
     """Groups whose rewards are all equal, before penalties for length and KL, teach nothing of the task.
     keep: they count in the mean; drop: they do not; replace: other prompts of the same step take their places
@@ -287,6 +294,20 @@ class Algorithm(Model):
             raise ValueError(
                 "learning_rate_decay_steps is for warmup_stable_decay, but learning_rate_schedule is"
                 f" {self.learning_rate_schedule}; write that, or remove it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _routes_are_known(self) -> Self:
+        if self.router_replay is not None and not self.recomputes_old_logprobs:
+            raise ValueError(
+                "router_replay is recompute, but old logprobs are not recomputed, with which the routes come;"
+                " write old_logprobs: recompute and more than one of minibatches_per_step, or remove it"
+            )
+        if self.router_aux_loss_coef and self.loss == "reinforce_pp":
+            raise ValueError(
+                f"router_aux_loss_coef is {self.router_aux_loss_coef}, which does not go with reinforce_pp;"
+                " remove it, or write loss: grpo"
             )
         return self
 

@@ -58,6 +58,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "far": ({}, {}),
     "qwen3_moe": ({}, {"activation_checkpointing": True}),
     "gemma3": ({}, {}),
+    "qwen3_moe_replayed": (
+        {"router_replay": "recompute", "old_logprobs": "recompute", "minibatches_per_step": 2},
+        {},
+    ),
 }
 """Changes of the algorithm and of the trainer. "far": rank 1 does not see rank 0's files. The last ones are
 families of models."""
@@ -145,7 +149,8 @@ def run_case(case: str, ranks: Ranks, seed: int | None) -> dict[str, Any]:
     )
     trainer = Trainer(micro_batch_tokens=1000 if seed is None else 25, **setup)
     tiny = TinyModel(init="tiny", hidden_size=32, num_layers=2)
-    model = random_model(case) if case in FAMILIES else make_model(tiny, 64)
+    family = case.removesuffix("_replayed")
+    model = random_model(family) if family in FAMILIES else make_model(tiny, 64)
     policy = Policy(model, make_tokenizer())
     policy.set_up(trainer, algorithm, ranks)
     reference = None
@@ -203,6 +208,7 @@ def run_case(case: str, ranks: Ranks, seed: int | None) -> dict[str, Any]:
         "metrics": learner.metrics(),
         "moments": moments,
         "old": [sample.old_logprobs for sample in old],
+        "routes": [sample.routes for sample in old],
         "judged": [getattr(each, name) for each in (*first, *second) for name in JUDGED],
         "probe": policy.probe([1, 2, 3], "float32").logprobs,
     }

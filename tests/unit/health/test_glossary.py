@@ -58,6 +58,7 @@ def written() -> set[str]:
         *episode_metrics([]),
         *StepSums().metrics(),
         *StepSums(staleness=1).metrics(),
+        *StepSums(choices=1).metrics(),
         *GroupSelection("keep", 1).metrics(),
         SCORED_METRIC,
         *(metric_of(kind) for kind in RewardFailure),

@@ -12,10 +12,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rlboost_runtime.job import IMPORTANCE_CAPS, WITHOUT_RATIO, Algorithm, Trainer
@@ -45,7 +48,8 @@ from rlboost_runtime.trainer.learn.ranks import (
     clip_gradients,
     leave_sharded,
 )
-from rlboost_runtime.trainer.learn.sample import NOTHING, Logprobs, Sample
+from rlboost_runtime.trainer.learn.routing import RoutedPass, Routing
+from rlboost_runtime.trainer.learn.sample import NOTHING, Logprobs, Routes, Sample
 
 
 @dataclass(slots=True)
@@ -59,6 +63,10 @@ class PartSums:
     kl: float = 0.0
     ordered: int = 0
     margin: float = 0.0
+    imbalance: float = 0.0
+    """Of a mixture's routers, weighted by choices; `choices` and `moved` as in `RoutedPass`."""
+    choices: int = 0
+    moved: int = 0
     mismatch: MismatchSums = field(default_factory=MismatchSums)
 
 
@@ -82,6 +90,10 @@ class StepSums:
     empty_minibatches: int = 0
     not_finite_minibatches: int = 0
     kernels_refused: int = 0
+    imbalance: float = 0.0
+    """As in `PartSums`, and `choices` and `moved`, too."""
+    choices: int = 0
+    moved: int = 0
     mismatch: MismatchSums = field(default_factory=MismatchSums)
 
     def add(self, totals: Totals, part: PartSums) -> None:
@@ -94,11 +106,18 @@ class StepSums:
         self.pairs += totals.responses / 2
         self.ordered += part.ordered
         self.margin += part.margin
+        self.imbalance += part.imbalance
+        self.choices += part.choices
+        self.moved += part.moved
         self.mismatch += part.mismatch
 
     def metrics(self) -> dict[str, float]:
         """Return means per token (entropy in nats) and the mean gradient norm before clipping."""
         n = max(self.tokens, 1)
+        routers = {
+            "router_aux_loss": self.imbalance / max(self.choices, 1),
+            "router_replay_moved_share": self.moved / max(self.choices, 1),
+        }
         return {
             "loss": self.loss / max(len(self.grad_norms), 1),
             "tokens_trained": float(self.tokens),
@@ -110,6 +129,7 @@ class StepSums:
             "minibatches_empty": float(self.empty_minibatches),
             "minibatches_not_finite": float(self.not_finite_minibatches),
             "kernels_refused": float(self.kernels_refused),
+            **(routers if self.choices else {}),
             **self.mismatch.metrics(self.staleness),
         }
 
@@ -126,12 +146,14 @@ class Learner:
         reference: Reference | None = None,
         critic: Critic | None = None,
     ) -> None:
-        """`reference`, `critic`: where the job has one (`Algorithm.reference`, `Algorithm.critic`)."""
+        """`reference`, `critic`: where the job has one (`Algorithm.reference`, `Algorithm.critic`). Raises
+        `ConfigError` where the job wants of a mixture's routers what the model has not."""
         assert (critic is None) == (algorithm.critic is None)
         trainer = Trainer() if trainer is None else trainer
         self.policy = policy
         self.critic = critic
         self._reference = reference
+        self._routing = Routing.of(policy.scorer, algorithm)
         self.optimizer = Adam.of(policy.model, algorithm, trainer, policy.mover)
         if not policy.mover.moves:  # else the first `Residency.take` decides
             self.optimizer.use_fused(is_on=policy.scorer.kernels.adamw)
@@ -195,9 +217,11 @@ class Learner:
         """Return the samples with old logprobs from the current weights; only before the first `apply`."""
         assert not self._updated, "old logprobs are those of the step's policy"
         self._ranks.broadcast(Recompute(list(samples)))
+        routing = None if self._algorithm.router_replay is None else self._routing
+        found, routes = self._scored(samples, self.policy.scorer, routing)
         return [
-            sample if values is None else replace(sample, old_logprobs=values)
-            for sample, values in zip(samples, self._scored(samples, self.policy.scorer), strict=True)
+            sample if values is None else replace(sample, old_logprobs=values, routes=route)
+            for sample, values, route in zip(samples, found, routes, strict=True)
         ]
 
     @torch.no_grad()
@@ -206,7 +230,7 @@ class Learner:
         assert self._reference is not None
         self._ranks.broadcast(ScoreReference(list(samples)))
         with self._reference.ready() as scorer:
-            found = self._scored(samples, scorer)
+            found, _ = self._scored(samples, scorer)
         return [
             sample if values is None else replace(sample, reference_logprobs=values)
             for sample, values in zip(samples, found, strict=True)
@@ -217,24 +241,39 @@ class Learner:
         """Return the samples with the critic's values; only before the first `apply`."""
         assert self.critic is not None
         self._ranks.broadcast(ScoreValues(list(samples)))
-        found = self._scored(samples, self.critic.scorer)
+        found, _ = self._scored(samples, self.critic.scorer)
         leave_sharded(self.critic.scorer)  # the policy's pass comes first
         return [
             sample if values is None else replace(sample, values=values)
             for sample, values in zip(samples, found, strict=True)
         ]
 
-    def _scored(self, samples: Sequence[Sample], scorer: LogprobModel) -> list[Logprobs | None]:
-        """Return the logprobs of each sample's tokens; None for those that are not trained."""
+    def _scored(
+        self, samples: Sequence[Sample], scorer: LogprobModel, routing: Routing | None = None
+    ) -> tuple[list[Logprobs | None], list[Routes | None]]:
+        """Return the logprobs of each sample's tokens and, with `routing`, its routes; None for those that
+        are not trained."""
         order: list[int] = []
-        found = [torch.empty(0)]
+        found, routes = [torch.empty(0)], [torch.empty(0, dtype=torch.int16)]
         for numbers, batch in self._my_batches(samples):
-            logprobs_BT = self._forward(batch, scorer).logprobs.cpu()
+            with nullcontext() if routing is None else routing.watched() as routed:
+                logprobs_BT = self._forward(batch, scorer).logprobs.cpu()
             for number, sample, logprobs_T in zip(numbers, batch, logprobs_BT, strict=False):
                 order.append(number)
                 found.append(logprobs_T[: len(sample.token_ids)])
+            if routed is not None and numbers:
+                routes.append(routed.routes().flatten())
         orders = self._ranks.gather(torch.tensor(order, dtype=torch.long))
-        return _by_sample(samples, orders, self._ranks.gather(torch.cat(found)))
+        sizes = [len(sample.token_ids) for sample in samples]
+        logprobs = _by_sample(sizes, orders, self._ranks.gather(torch.cat(found)))
+        if routing is None:
+            return logprobs, [None] * len(samples)
+        sizes = [
+            (len(each.prompt_ids) + size - 1) * routing.width
+            for each, size in zip(samples, sizes, strict=True)
+        ]
+        flat = [each.view(torch.int16) for each in self._ranks.gather(torch.cat(routes).view(torch.uint8))]
+        return logprobs, _by_sample(sizes, orders, flat)
 
     def _my_batches(self, samples: Sequence[Sample]) -> Iterator[tuple[list[int], list[Sample]]]:
         """Yield this rank's share, a forward pass at a time, with the samples' numbers.
@@ -280,6 +319,15 @@ class Learner:
             self.critic.accumulate(values.logprobs, old, returns, values.mask)
 
     def _accumulate_policy(self, samples: Sequence[Sample]) -> None:
+        if self._routing is None:
+            self._add_gradient(samples, None)
+            return
+        routes = [sample.routes for sample in samples if sample.routes is not None]
+        known = routes and len(routes) == len(samples)
+        with self._routing.watched(self._routing.table(routes) if known else None) as routed:
+            self._add_gradient(samples, routed)
+
+    def _add_gradient(self, samples: Sequence[Sample], routed: RoutedPass | None) -> None:
         with torch.set_grad_enabled(not self._is_frozen):
             result = self._forward(samples)
         mu = _table([sample.logprobs for sample in samples], result)
@@ -293,8 +341,9 @@ class Learner:
             result.logprobs, old, mu, advantages, result.mask, self._config, bypass=bypass,
             reference_BT=reference, entropy_BT=result.entropy,
         )  # fmt: skip
+        loss = sums.loss if routed is None else sums.loss + self._balance(routed, sums.totals)
         if not self._is_frozen:
-            sums.loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()  # type: ignore[no-untyped-call]
         self._totals += sums.totals
         self._part.loss += float(sums.loss.detach())
         self._part.clipped += sums.clipped
@@ -307,6 +356,15 @@ class Learner:
             self._part.kl += float((kl * result.mask).sum())
         if not bypass and self._engine_agrees:
             self._part.mismatch += mismatch(old, mu, result.mask)
+
+    def _balance(self, routed: RoutedPass, totals: Totals) -> Tensor:
+        """Return the loss of uneven loads, un-normalised like the policy's, and note what the routers did."""
+        imbalance, choices = routed.imbalance(), routed.num()
+        if totals.responses:
+            self._part.imbalance += float(imbalance.detach()) * choices
+            self._part.choices += choices
+            self._part.moved += routed.moved()
+        return self._algorithm.router_aux_loss_coef * divisor(totals, self._config) * imbalance
 
     def _reference_table(self, samples: Sequence[Sample], like: Forward) -> Tensor | None:
         if self._algorithm.reference is None:
@@ -357,14 +415,16 @@ class Learner:
         values = self._ranks.sum(
             [totals.tokens, totals.responses, totals.advantage_squares, part.loss, part.clipped,
              part.corrected, part.entropy, part.kl, far.tokens, far.k3, far.absolute, far.weight,
-             far.weight_squared, part.ordered, part.margin]
+             far.weight_squared, part.ordered, part.margin, part.imbalance, part.choices, part.moved]
         )  # fmt: skip
         (largest,) = self._ranks.largest([far.largest])
-        kl, tokens, k3, absolute, weight, squares, ordered, margin = values[7:]
+        kl, tokens, k3, absolute, weight, squares, ordered, margin = values[7:15]
+        imbalance, choices, moved = values[15:]
         mismatches = MismatchSums(int(tokens), k3, absolute, largest, weight, squares)
         return Totals(*values[:3]), PartSums(
-            values[3], int(values[4]), int(values[5]), values[6], kl, int(ordered), margin, mismatches
-        )
+            values[3], int(values[4]), int(values[5]), values[6], kl, int(ordered), margin,
+            imbalance, int(choices), int(moved), mismatches,
+        )  # fmt: skip
 
     def _reset(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
@@ -429,14 +489,14 @@ def _table_of(samples: Sequence[Sample], name: str, like: Forward) -> Tensor:
 
 
 def _by_sample(
-    samples: Sequence[Sample], orders: Sequence[Tensor], values: Sequence[Tensor]
-) -> list[Logprobs | None]:
-    """Return each sample's logprobs: per rank, numbers of samples and their values in a row."""
-    found: list[Logprobs | None] = [None] * len(samples)
+    sizes: Sequence[int], orders: Sequence[Tensor], values: Sequence[Tensor]
+) -> list[NDArray[Any] | None]:
+    """Return each sample's values, of `sizes`: per rank, numbers of samples and their values in a row."""
+    found: list[NDArray[Any] | None] = [None] * len(sizes)
     for order, flat in zip(orders, values, strict=True):
         start = 0
         for number in order.tolist():
-            end = start + len(samples[number].token_ids)
+            end = start + sizes[number]
             found[number] = flat[start:end].numpy()
             start = end
     return found

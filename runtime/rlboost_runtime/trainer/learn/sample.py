@@ -32,6 +32,8 @@ from rlboost_runtime.job import Algorithm, Rejection
 TokenIds = NDArray[np.int32]
 Logprobs = NDArray[np.float32]
 """A number per token."""
+Routes = NDArray[np.int16]
+"""The experts of positions, as a flat array: position, layer, choice."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,6 +60,9 @@ class Sample:
     values: Logprobs | None = None
     advantages: Logprobs | None = None
     returns: Logprobs | None = None
+    routes: Routes | None = None
+    """Of a mixture whose routes are replayed: the experts that the step's policy chose for each position but
+    the last, prompt included."""
     rewards: Logprobs | None = None
     """For ppo, where turns have rewards: per token, in the place of `reward` at the last one."""
 
