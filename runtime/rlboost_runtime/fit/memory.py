@@ -73,9 +73,16 @@ class TrainingSetup:
     """True if a sleeping engine is on the GPU too."""
     has_reference: bool = False
     """True if a KL penalty has a reference model of its own: in main memory but for a forward pass."""
+    context: int = 1
+    """Ranks that share a forward pass's positions."""
     has_critic: bool = False
     """True if a critic, taken to be as large as the policy, is trained beside it: its state is on the GPU as
     the policy's is; their passes follow one another."""
+
+    @property
+    def positions(self) -> int:
+        """Positions of the largest forward pass on one rank."""
+        return -(-self.tokens // self.context)
 
     @property
     def models(self) -> int:
@@ -118,7 +125,7 @@ def layer_bytes(setup: TrainingSetup) -> int:
         width += 2 * setup.element * shape.hidden * shape.active_experts
     width += 7 * setup.element * setup.lora_rank
     casts = CAST * shape.layer_parameters if setup.casts else 0
-    return setup.tokens * width + casts
+    return setup.positions * width + casts
 
 
 def saved_bytes(setup: TrainingSetup) -> int:
@@ -127,11 +134,11 @@ def saved_bytes(setup: TrainingSetup) -> int:
     Behind the layers are the last norm and the hidden states that the head reads.
     """
     shape, kept = setup.shape, _KEPT[setup.arithmetic]
-    logits = 4 * setup.tokens * shape.vocabulary
-    behind = setup.tokens * (8 if setup.arithmetic == "bfloat16" else 8 + setup.element) * shape.hidden
+    logits = 4 * setup.positions * shape.vocabulary
+    behind = setup.positions * (8 if setup.arithmetic == "bfloat16" else 8 + setup.element) * shape.hidden
     behind += logits if logits <= KEEP_BYTES else 0
     if setup.checkpointing:
-        return behind + shape.layers * setup.tokens * kept.stream * shape.hidden
+        return behind + shape.layers * setup.positions * kept.stream * shape.hidden
     return behind + shape.layers * layer_bytes(setup)
 
 
@@ -145,7 +152,7 @@ def gpu_bytes(setup: TrainingSetup) -> dict[str, int]:
         "activations": saved_bytes(setup),
         "one layer redone": layer_bytes(setup) if setup.checkpointing else 0,
         "logits chunk": min(
-            GPU_CHUNK_BYTES if setup.on_gpu else CHUNK_BYTES, 4 * 4 * setup.tokens * shape.vocabulary
+            GPU_CHUNK_BYTES if setup.on_gpu else CHUNK_BYTES, 4 * 4 * setup.positions * shape.vocabulary
         ),
         "embedding and head": _root_bytes(setup),
         "gathered layers": _gathered_bytes(setup),

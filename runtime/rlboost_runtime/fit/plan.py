@@ -323,7 +323,7 @@ def _setup(job: Job, shape: TransformerShape, *, on_gpu: bool) -> TrainingSetup:
         checkpointing=trainer.checkpoints_activations, offload=trainer.offloads_optimizer,
         lora_rank=0 if job.algorithm.lora is None else job.algorithm.lora.rank,
         on_gpu=on_gpu, shares_gpu=trainer.local_engines > 0, has_reference=job.algorithm.has_reference_model,
-        has_critic=job.algorithm.critic is not None,
+        has_critic=job.algorithm.critic is not None, context=trainer.context_parallel,
     )  # fmt: skip
 
 
@@ -369,6 +369,13 @@ def _misfit(job: Job, shape: TransformerShape, plan: FitPlan) -> FieldProblem:
     most = num_devices(trainer.accelerators) if trainer.accelerators else trainer.ranks
     if trainer.ranks < most and _fits(_with(job, {**free, "ranks": most}), shape, plan.gpu_has):
         return ("trainer", "ranks"), f"found {trainer.ranks}: {need}; write {most}, one rank per GPU"
+    for shared in (2, 4, 8):
+        divides = setup.ranks % shared == 0 and shape.heads % shared == 0
+        if not divides or shared <= trainer.context_parallel:
+            continue
+        if _fits(_with(job, {**free, "context_parallel": shared}), shape, plan.gpu_has):
+            found = f"found {trainer.context_parallel}: {need}"
+            return ("trainer", "context_parallel"), f"{found}; write {shared}, ranks that share a response"
     longest = _longest_response(_with(job, free), shape, plan.gpu_has)
     if longest:
         found = f"found {job.algorithm.max_response_tokens:,}: {need}"

@@ -232,6 +232,15 @@ class Job(Model):
         return self
 
     @model_validator(mode="after")
+    def _routes_are_of_whole_rows(self) -> Self:
+        if self.algorithm.router_replay is not None and self.trainer.context_parallel > 1:
+            raise ValueError(
+                f"algorithm.router_replay does not go with trainer.context_parallel"
+                f" {self.trainer.context_parallel}; remove one of them"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _a_curriculum_sees_rewards(self) -> Self:
         if all(each.curriculum is None for each in data_sources(self.data)):
             return self

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 import re
 from typing import Annotated, Literal, Self
 
@@ -116,6 +117,10 @@ class Trainer(Model):
     """CPU threads of the trainer."""
     ranks: int = Field(default=1, ge=1)
     """Processes of a node over which the policy is sharded (FSDP2), one per GPU; started by torchrun."""
+    context_parallel: int = Field(default=1, ge=1, le=64)
+    """Ranks that share one packed row, for long responses: each has a part of its positions, and of
+    attention's heads (DeepSpeed-Ulysses). Must divide the number of ranks, nodes x ranks, and the model's
+    heads."""
     nodes: int = Field(default=1, ge=1)
     """Machines over which it is sharded, the head is the first. A head that is bought (aws, gcp; direct) buys
     the others, like itself and in its own zone. On machines of your own you start
@@ -199,6 +204,16 @@ class Trainer(Model):
     def ends_itself(self) -> bool:
         """True if a head that is bought ends, as `after` says, also while nobody's machine is on."""
         return self.is_bought and (self.via == "direct" or cloud_traits(self.cloud).head_ends_itself)
+
+    @model_validator(mode="after")
+    def _ranks_share_evenly(self) -> Self:
+        if self.nodes * self.ranks % self.context_parallel:
+            raise ValueError(
+                f"context_parallel is {self.context_parallel}, which does not divide the number of ranks,"
+                f" {self.nodes * self.ranks};"
+                f" write {math.gcd(self.context_parallel, self.nodes * self.ranks)}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _place_is_told(self) -> Self:

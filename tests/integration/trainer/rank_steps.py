@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import tempfile
 import threading
@@ -39,6 +40,7 @@ from rlboost_runtime.trainer.learn.sharded_state import CRITIC, StoredState
 from rlboost_runtime.trainer.models.tiny import make_model, make_tokenizer
 from tests.model_families import random_model
 
+SHARED: dict[str, Any] = {"ranks": 2, "context_parallel": 2}
 LOSSES = ["grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_pp"]
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     **{loss: ({"loss": loss}, {}) for loss in LOSSES},
@@ -58,6 +60,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "far": ({}, {}),
     "qwen3_moe": ({}, {"activation_checkpointing": True}),
     "gemma3": ({}, {}),
+    "qwen3_moe_context": ({"router_aux_loss_coef": 0.0}, SHARED | {"activation_checkpointing": True}),
+    "gemma3_context": ({}, SHARED),
+    "context_kl_lora": ({"lora": Lora(rank=4), "kl": Kl(coef=0.3, estimator="k2")}, SHARED),
+    "context_dpo": ({"loss": "dpo", "dpo": Dpo(beta=0.3)}, SHARED),
+    "context_ppo": ({"loss": "ppo", "ppo": Ppo(learning_rate=1e-3)}, SHARED),
     "qwen3_moe_replayed": (
         {"router_replay": "recompute", "old_logprobs": "recompute", "minibatches_per_step": 2},
         {},
@@ -65,6 +72,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 """Changes of the algorithm and of the trainer. "far": rank 1 does not see rank 0's files. The last ones are
 families of models."""
+FOUR: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "gemma3_pairs": ({}, {"ranks": 4, "context_parallel": 2}),
+    "gemma3_all": ({"loss": "grpo"}, {"ranks": 4, "context_parallel": 4}),
+}
+"""Those of four ranks."""
 FAMILIES = ("qwen3_moe", "gemma3")
 JUDGED = ("values", "returns", "advantages")
 """What a critic makes of a sample, per token."""
@@ -143,24 +155,27 @@ def draw_value_head(critic: Critic, ranks: Ranks) -> None:
 
 def run_case(case: str, ranks: Ranks, seed: int | None) -> dict[str, Any]:
     """Two mini-batches; return their gradients, the weights, metrics, optimizer state and probe."""
-    changes, setup = CASES[case]
+    changes, setup = (CASES | FOUR)[case]
     algorithm = Algorithm(
         learning_rate=1e-3, learning_rate_warmup_steps=0, max_response_tokens=8, grad_clip=1e9, **changes
     )
     trainer = Trainer(micro_batch_tokens=1000 if seed is None else 25, **setup)
-    tiny = TinyModel(init="tiny", hidden_size=32, num_layers=2)
-    family = case.removesuffix("_replayed")
+    if ranks.num == 1:
+        trainer = trainer.model_copy(update={"context_parallel": 1})
+    width = 32 * trainer.ranks  # a head for each that shares a row
+    tiny = TinyModel(init="tiny", hidden_size=width, num_layers=2)
+    family = re.sub("_(replayed|context|pairs|all)$", "", case)
     model = random_model(family) if family in FAMILIES else make_model(tiny, 64)
     policy = Policy(model, make_tokenizer())
     policy.set_up(trainer, algorithm, ranks)
     reference = None
     if algorithm.reference is not None:
-        start = make_model(TinyModel(init="tiny", hidden_size=32, num_layers=2, seed=5), 64)
+        start = make_model(TinyModel(init="tiny", hidden_size=width, num_layers=2, seed=5), 64)
         other = None if algorithm.lora is not None else Policy(start, make_tokenizer())
         reference = Reference(policy, other, ranks)
     critic = None
     if algorithm.critic is not None:
-        body = make_model(TinyModel(init="tiny", hidden_size=32, num_layers=2, seed=6), 64)
+        body = make_model(TinyModel(init="tiny", hidden_size=width, num_layers=2, seed=6), 64)
         critic = Critic(Policy(body, make_tokenizer()), algorithm, trainer, ranks)
         draw_value_head(critic, ranks)
     learner = Learner(policy, algorithm, trainer, ranks, reference, critic)
@@ -268,8 +283,9 @@ def main(path: str) -> None:
     torch.set_num_threads(1)
     ranks = Ranks.join()
     far = replace(ranks, num_here=1)
-    found = {case: run_case(case, far if case == "far" else ranks, seed=7) for case in CASES}
-    for case in LOADED:
+    cases = FOUR if ranks.num == 4 else CASES
+    found = {case: run_case(case, far if case == "far" else ranks, seed=7) for case in cases}
+    for case in LOADED if ranks.num == 2 else ():
         folder = Path(path).parent / f"loaded-{case}"
         if ranks.leads:
             write_model(folder, case)

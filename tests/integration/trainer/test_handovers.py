@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.integration.trainer.test_ranks import run_two_ranks
+from tests.integration.trainer.test_ranks import run_ranks
 
 pytestmark = [pytest.mark.integration, pytest.mark.e2e, pytest.mark.timeout(300)]  # e2e: most of a minute
 
@@ -26,7 +26,7 @@ WITHIN = {"bfloat16": 0.02}
 def found(made_once: Callable[..., Path]) -> dict[str, Any]:
     """What two processes found. Each asserted after every `free` that nothing was left on the device, and
     that nothing was there before the first `take`, also on resume."""
-    return torch.load(made_once("handovers", partial(run_two_ranks, SCRIPT)), weights_only=False)
+    return torch.load(made_once("handovers", partial(run_ranks, SCRIPT)), weights_only=False)
 
 
 def apart(one: np.ndarray, other: np.ndarray) -> float:

@@ -149,15 +149,36 @@ def test_one_rank_for_32b_is_refused(tmp_path: Path) -> None:
 
 
 def test_too_many_tokens_are_refused_with_the_number_that_fits(tmp_path: Path) -> None:
-    path = write(tmp_path, "aws", "8B", max_response_tokens="200000")
+    path = write(tmp_path, "aws", "8B", max_response_tokens="4000000")
     with pytest.raises(
-        JobErrors, match=r"algorithm\.max_response_tokens: found 200,000: .* write at most "
+        JobErrors, match=r"algorithm\.max_response_tokens: found 4,000,000: .* write at most "
     ) as raised:
         load_job(path)
     most = int(str(raised.value).split("write at most ")[1].split(",")[0])
     load_job(write(tmp_path, "aws", "8B", max_response_tokens=str(most)))
     with pytest.raises(JobErrors):
         load_job(write(tmp_path, "aws", "8B", max_response_tokens=str(most + 1024)))
+
+
+def test_a_long_response_is_shared_among_ranks_where_that_makes_it_fit(tmp_path: Path) -> None:
+    path = write(tmp_path, "aws", "8B", "context_parallel: 1", max_response_tokens="200000")
+    told = r"trainer\.context_parallel: found 1: .* write (\d), ranks that share a response"
+    with pytest.raises(JobErrors, match=told) as raised:
+        load_job(path)
+    shared = re.search(told, str(raised.value))
+    assert shared is not None
+    written = f"context_parallel: {shared[1]}"
+    plan = fit_plan(
+        load_job(write(tmp_path, "aws", "8B", written, max_response_tokens="200000")),
+        KNOWN_MODELS["Qwen/Qwen3-8B"],
+    )
+    assert plan.gpu_has is not None
+    assert plan.gpu_needs < 0.95 * plan.gpu_has
+
+
+def test_ranks_share_rows_evenly(tmp_path: Path) -> None:
+    with pytest.raises(JobErrors, match=r"context_parallel: is 3, which does not divide .* 8; write 1"):
+        load_job(write(tmp_path, "aws", "8B", "context_parallel: 3"))
 
 
 def test_a_response_longer_than_the_models_context_is_refused(tmp_path: Path) -> None:

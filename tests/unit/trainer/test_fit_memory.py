@@ -194,6 +194,16 @@ def test_a_critic_costs_its_own_state_but_shares_the_passes() -> None:
     assert kept == pytest.approx(state / 2, rel=1e-6), "the moments of one model at a time"
 
 
+def test_ranks_that_share_a_row_keep_their_part_of_its_activations() -> None:
+    shape = KNOWN_MODELS["Qwen/Qwen3-8B"]
+    whole = TrainingSetup(shape, "bfloat16", 8, tokens=32_768, checkpointing=True, offload=False)
+    of_one, of_two = gpu_bytes(whole), gpu_bytes(replace(whole, context=2))
+    for name in ("activations", "one layer redone"):
+        assert of_two[name] == pytest.approx(of_one[name] / 2, rel=1e-6)
+    for name in ("weights", "gradients", "moments", "gathered layers"):
+        assert of_two[name] == of_one[name]
+
+
 def test_a_plan_counts_a_critic() -> None:
     shape = KNOWN_MODELS["Qwen/Qwen3-8B"]
     fields: dict[str, Any] = {

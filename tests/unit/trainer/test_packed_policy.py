@@ -20,7 +20,7 @@ from rlboost_runtime.trainer.kernels.head import token_logprobs
 from rlboost_runtime.trainer.learn import lora as adapters
 from rlboost_runtime.trainer.learn.learner import Learner, Sample
 from rlboost_runtime.trainer.learn.model_files import version_configs
-from rlboost_runtime.trainer.learn.packing import micro_batches, pack
+from rlboost_runtime.trainer.learn.packing import micro_batches, pack, padded
 from rlboost_runtime.trainer.learn.policy import Policy
 from rlboost_runtime.trainer.models.tiny import make_model, make_tokenizer
 
@@ -33,6 +33,50 @@ RESPONSES = [[10, 11], [20, 21, 22, 23, 24, 25], [30], [50, 51, 52]]
 
 def make_policy() -> Policy:
     return Policy(make_model(TINY, 64), make_tokenizer())
+
+
+@pytest.mark.parametrize("multiple", [1, 2, 3, 4, 8, 64])
+def test_positions_are_added_as_a_sequence_that_predicts_nothing(multiple: int) -> None:
+    policy, batch = make_policy(), pack(PROMPTS, RESPONSES)
+    row = padded(batch, multiple)
+    length = batch.ids_1S.shape[1]
+    assert row.ids_1S.shape[1] == -(-length // multiple) * multiple
+    assert torch.equal(row.predicting_N, batch.predicting_N)
+    ids_BL = row.ids_1S[0][row.packing.spread_BL].flatten()
+    assert torch.equal(ids_BL[row.packing.gather_S], row.ids_1S[0])
+    if row is not batch:
+        assert row.packing.starts.tolist() == [*batch.packing.starts.tolist(), row.ids_1S.shape[1]]
+        assert row.packing.num == batch.packing.num + 1
+    with torch.no_grad():
+        plain, found = (policy.scorer(each, 1.0)[0] for each in (batch, row))
+    torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("heads", "keys", "num", "most"), [(4, 2, 3, 1), (4, 2, 8, 4), (6, 2, 4, 2), (12, 3, 4, 1)]
+)
+def test_ranks_that_the_heads_cannot_be_shared_among_are_refused(
+    heads: int, keys: int, num: int, most: int
+) -> None:
+    config = Qwen3Config(
+        vocab_size=300, hidden_size=48, intermediate_size=64, num_hidden_layers=1, head_dim=8,
+        num_attention_heads=heads, num_key_value_heads=keys,
+    )  # fmt: skip
+    policy = Policy(AutoModelForCausalLM.from_config(config), make_tokenizer())
+    with pytest.raises(ConfigError, match=f"context_parallel: found {num}, but .* {heads} heads") as raised:
+        policy.set_up(Trainer(ranks=num, context_parallel=num), Algorithm())
+    assert raised.value.remedy == f"write {most}"
+
+
+def test_a_model_on_padded_rows_shares_none() -> None:
+    policy = Policy(
+        AutoModelForCausalLM.from_config(GPT2Config(vocab_size=300, n_embd=32, n_layer=1, n_head=2)),
+        make_tokenizer(),
+    )
+    if policy.scorer.why_not_packed is None:
+        policy.scorer.why_not_packed = "for this test"
+    with pytest.raises(ConfigError, match="is trained on padded rows"):
+        policy.set_up(Trainer(ranks=2, context_parallel=2), Algorithm())
 
 
 def gradient(policy: Policy) -> torch.Tensor:

@@ -47,6 +47,7 @@ class Reference:
         if other is None:
             return
         self._scorer = scorer = other.scorer
+        scorer.context = policy.scorer.context
         torch.nn.Module.requires_grad_(other.model, requires_grad=False)
         scorer.compute_in(policy.scorer.compute_dtype, casts=False)
         torch.nn.Module.to(other.model, scorer.compute_dtype)
@@ -132,8 +133,9 @@ class Critic:
         """Add the un-normalised gradient of a forward pass's values."""
         loss, clipped = value_loss(values_BT, old_BT, returns_BT, mask_BT, self._settings.value_clip)
         loss.backward()  # type: ignore[no-untyped-call]
-        self._loss += float(loss.detach())
-        self._clipped += clipped
+        if self.scorer.context.leads:
+            self._loss += float(loss.detach())
+            self._clipped += clipped
 
     def apply(self, tokens: float) -> None:
         """Divide the gradient by the mini-batch's tokens, clip it and take a step if it is finite."""

@@ -161,6 +161,7 @@ class Learner:
         self._algorithm = algorithm
         self._budget = trainer.pass_tokens
         self._ranks = ranks
+        self._context = policy.scorer.context
         self._config = loss_config(algorithm)
         self._totals = Totals()
         self._part = PartSums()
@@ -258,6 +259,8 @@ class Learner:
         for numbers, batch in self._my_batches(samples):
             with nullcontext() if routing is None else routing.watched() as routed:
                 logprobs_BT = self._forward(batch, scorer).logprobs.cpu()
+            if not self._context.leads:
+                continue
             for number, sample, logprobs_T in zip(numbers, batch, logprobs_BT, strict=False):
                 order.append(number)
                 found.append(logprobs_T[: len(sample.token_ids)])
@@ -286,9 +289,10 @@ class Learner:
         sizes = [
             sum(len(samples[i].prompt_ids) + len(samples[i].token_ids) - 1 for i in unit) for unit in units
         ]
-        batches = micro_batches(units, sizes, self._budget, self._ranks.num)
-        for start in range(0, len(batches), self._ranks.num):
-            mine = start + self._ranks.rank
+        num_rows = self._ranks.num // self._context.num
+        batches = micro_batches(units, sizes, self._budget, num_rows)
+        for start in range(0, len(batches), num_rows):
+            mine = start + self._ranks.rank // self._context.num
             numbers = [i for unit in batches[mine] for i in unit] if mine < len(batches) else []
             yield numbers, [samples[i] for i in numbers] or [NOTHING] * together
 
@@ -344,6 +348,8 @@ class Learner:
         loss = sums.loss if routed is None else sums.loss + self._balance(routed, sums.totals)
         if not self._is_frozen:
             loss.backward()  # type: ignore[no-untyped-call]
+        if not self._context.leads:
+            return
         self._totals += sums.totals
         self._part.loss += float(sums.loss.detach())
         self._part.clipped += sums.clipped
@@ -364,7 +370,8 @@ class Learner:
             self._part.imbalance += float(imbalance.detach()) * choices
             self._part.choices += choices
             self._part.moved += routed.moved()
-        return self._algorithm.router_aux_loss_coef * divisor(totals, self._config) * imbalance
+        coef = self._algorithm.router_aux_loss_coef / self._context.num
+        return coef * divisor(totals, self._config) * imbalance
 
     def _reference_table(self, samples: Sequence[Sample], like: Forward) -> Tensor | None:
         if self._algorithm.reference is None:

@@ -20,8 +20,9 @@ from transformers import PreTrainedModel
 from rlboost_runtime.logs import event
 from rlboost_runtime.trainer.kernels.casting import cast_weights
 from rlboost_runtime.trainer.kernels.checks import PLAIN
+from rlboost_runtime.trainer.kernels.context import ALONE
 from rlboost_runtime.trainer.kernels.head import scored_by_liger, token_logprobs
-from rlboost_runtime.trainer.learn.packing import PackedBatch, packed_row, use_packed_attention
+from rlboost_runtime.trainer.learn.packing import PackedBatch, packed_row, padded, use_packed_attention
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +48,8 @@ class LogprobModel(nn.Module):
         """The fast forms of the arithmetic that are used; none until they were tried on the device."""
         self.entropy_has_gradient = False
         """True where entropies are trained: on padded rows that takes the logits' memory twice more."""
+        self.context = ALONE
+        """The ranks that share each packed row; all of them enter `forward` with the same batch."""
         self.why_not_packed = self._odd_head() or use_packed_attention(model)
         if self.why_not_packed:
             event(log, "policy.padded", why=self.why_not_packed)
@@ -66,7 +69,21 @@ class LogprobModel(nn.Module):
         `whole`: log_NV of the whole vocabulary instead of logprobs_N. `only_scores`: the entropies are not
         looked at, and there is no gradient.
         """
-        hidden_NE = self._hidden(batch)
+        hidden_NE, batch, sizes = self._hidden(batch)
+        logprobs, entropies = self._scores(
+            hidden_NE, batch, temperature, whole=whole, only_scores=only_scores
+        )
+        return self.context.whole(logprobs, sizes), self.context.whole(entropies, sizes)
+
+    def _scores(
+        self,
+        hidden_NE: Tensor | None,
+        batch: PackedBatch,
+        temperature: float,
+        *,
+        whole: bool,
+        only_scores: bool,
+    ) -> tuple[Tensor, Tensor]:
         if hidden_NE is not None and not whole:
             if only_scores and self.kernels.head and not torch.is_grad_enabled():
                 scores_N = scored_by_liger(hidden_NE, self._head(), batch.targets_N, temperature)
@@ -83,18 +100,29 @@ class LogprobModel(nn.Module):
         with torch.set_grad_enabled(self.entropy_has_gradient and torch.is_grad_enabled()):
             return logprobs, -(log_NV.exp() * log_NV).sum(dim=-1)
 
-    def _hidden(self, batch: PackedBatch) -> Tensor | None:
+    def _hidden(self, batch: PackedBatch) -> tuple[Tensor | None, PackedBatch, list[int]]:
+        """Return hidden_NE of what predicts (None where rows are not packed), the batch with this rank's
+        predicted tokens alone, and how many each rank has."""
         if self.why_not_packed:
-            return None
+            return None, batch, []
+        row = padded(batch, self.context.num)
+        part = self.context.part(row.ids_1S.shape[1])
         with packed_row():
             output = self.model.base_model(
-                input_ids=batch.ids_1S,
-                position_ids=batch.positions_1S,
-                packing=replace(batch.packing, by_kernel=self.kernels.attention),
+                input_ids=row.ids_1S[:, part],
+                position_ids=row.positions_1S[:, part],
+                packing=replace(row.packing, by_kernel=self.kernels.attention, context=self.context),
                 use_cache=False,
             )
-        hidden_NE: Tensor = output.last_hidden_state[0].index_select(0, batch.predicting_N)
-        return hidden_NE.to(self.compute_dtype)
+        hidden_PE: Tensor = output.last_hidden_state[0]
+        sizes: list[int] = []
+        if self.context.num > 1:
+            of_rank_N = torch.div(row.predicting_N, len(hidden_PE), rounding_mode="floor")
+            sizes = torch.bincount(of_rank_N, minlength=self.context.num).tolist()
+            mine_N = of_rank_N == self.context.rank
+            predicting_M = row.predicting_N[mine_N] - part.start
+            row = replace(row, predicting_N=predicting_M, targets_N=row.targets_N[mine_N])
+        return hidden_PE.index_select(0, row.predicting_N).to(self.compute_dtype), row, sizes
 
     def _head(self) -> Tensor:
         weight = self.model.get_output_embeddings().weight  # type: ignore[no-untyped-call]
@@ -148,10 +176,10 @@ class ValueModel(LogprobModel):
     ) -> tuple[Tensor, Tensor]:
         """Return values_N: of each predicted token, what is to come before it is chosen. Nothing depends on
         `temperature` and `only_scores`."""
-        hidden_NE = self._hidden(batch)
+        hidden_NE, batch, sizes = self._hidden(batch)
         if hidden_NE is None:
             hidden_NE = self._padded(batch, self.model.base_model, "last_hidden_state")
-        values_N = hidden_NE.float() @ getattr(self.model, VALUE_HEAD).float()
+        values_N = self.context.whole(hidden_NE.float() @ getattr(self.model, VALUE_HEAD).float(), sizes)
         return values_N, torch.zeros_like(values_N)
 
     def _odd_head(self) -> str | None:

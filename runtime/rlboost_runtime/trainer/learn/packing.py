@@ -27,6 +27,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from rlboost_runtime.trainer.kernels.attention import packed_attention, padded_attention
+from rlboost_runtime.trainer.kernels.context import ALONE, ContextGroup
 
 ATTENTION = "rlboost_packed"
 """Name of the attention under which `transformers` finds ours."""
@@ -50,6 +51,8 @@ class Packing:
     """The padded place, counted through all rows, of each of the row's positions."""
     by_kernel: bool = False
     """True if attention runs on the row as it is, by the variable-length kernel."""
+    context: ContextGroup = ALONE
+    """The ranks that share the row."""
 
     @property
     def num(self) -> int:
@@ -127,6 +130,35 @@ def pack(prompts: Sequence[Ids], responses: Sequence[Ids]) -> PackedBatch:
         targets_N=torch.from_numpy(np.concatenate(answers)),
         places_N=torch.cat(places),
         num_columns=widest,
+    )
+
+
+def padded(batch: PackedBatch, multiple: int) -> PackedBatch:
+    """Return the batch with so many positions that `multiple` divides them; what is added is a sequence of
+    its own, and predicts nothing."""
+    ids, packing = batch.ids_1S, batch.packing
+    length = ids.shape[1]
+    more = -length % multiple
+    if not more:
+        return batch
+    added = torch.arange(more, device=ids.device)
+    end = torch.full((1,), length + more, device=ids.device, dtype=torch.int32)
+    longest = max(packing.longest, more)
+    spread_BL = nn.functional.pad(packing.spread_BL, (0, longest - packing.longest))
+    last_L = nn.functional.pad(added + length, (0, longest - more))
+    rows_S = packing.gather_S // packing.longest
+    gather_S = packing.gather_S + rows_S * (longest - packing.longest)
+    return replace(
+        batch,
+        ids_1S=nn.functional.pad(ids, (0, more)),
+        positions_1S=torch.cat([batch.positions_1S, added[None]], 1),
+        packing=replace(
+            packing,
+            starts=torch.cat([packing.starts, end]),
+            longest=longest,
+            spread_BL=torch.cat([spread_BL, last_L[None]]),
+            gather_S=torch.cat([gather_S, added + packing.num * longest]),
+        ),
     )
 
 
@@ -220,6 +252,22 @@ def _attention(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
         )
         return found, None
+    query, key, value = (packing.context.heads(each) for each in (query, key, value))
+    return packing.context.positions(
+        _packed(module, query, key, value, attention_mask, scaling, packing)
+    ), None
+
+
+def _packed(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None,
+    packing: Packing,
+) -> Tensor:
+    """Return attention over whole rows: query [1, H, S, D] -> [1, S, H, D]."""
     window = None if attention_mask is None else int(attention_mask)
     assert window is not None or not getattr(module, "is_sliding", False), "a layer's window is not known"
     if window is not None and window >= packing.longest:
@@ -229,14 +277,13 @@ def _attention(
         found = packed_attention(
             query_SHD, key_SHD, value_SHD, packing.starts, packing.longest, scaling, window
         )
-        return found.unsqueeze(0), None
+        return found.unsqueeze(0)
     if packing.num == 1:
-        found = padded_attention(query, key, value, scaling, window).transpose(1, 2)
-        return found, None
+        return padded_attention(query, key, value, scaling, window).transpose(1, 2)
     found = padded_attention(
         _spread(query, packing), _spread(key, packing), _spread(value, packing), scaling, window
     ).transpose(1, 2)  # [B, L, H, D]
-    return found.reshape(-1, *found.shape[2:]).index_select(0, packing.gather_S).unsqueeze(0), None
+    return found.reshape(-1, *found.shape[2:]).index_select(0, packing.gather_S).unsqueeze(0)
 
 
 def _spread(heads_1HSD: Tensor, packing: Packing) -> Tensor:

@@ -41,6 +41,7 @@ from rlboost_runtime.trainer.kernels.checks import (
     shape_for_kernels,
     trials_on,
 )
+from rlboost_runtime.trainer.kernels.context import ContextGroup
 from rlboost_runtime.trainer.kernels.experts import use_grouped_experts
 from rlboost_runtime.trainer.kernels.norms import use_fused_norms
 from rlboost_runtime.trainer.learn import lora as adapters
@@ -167,6 +168,7 @@ class Policy:
         `is_sent`: rank 0 alone has the weights, or their files, and sends the others theirs.
         """
         self._ranks = ranks
+        self.scorer.context = self._context(trainer.context_parallel)
         self.scorer.entropy_has_gradient = algorithm.entropy_bonus is not None
         if algorithm.lora is not None:
             self._attach(algorithm.lora, algorithm.seed)
@@ -183,6 +185,23 @@ class Policy:
         self.spread(ranks, is_sent=is_sent)
         if not self.mover.moves:
             self.try_kernels()
+
+    def _context(self, num: int) -> ContextGroup:
+        """Return this rank's place among those that share a row."""
+        config = self.model.config.get_text_config()
+        heads = int(config.num_attention_heads)
+        keys = int(getattr(config, "num_key_value_heads", None) or heads)
+        where = f"trainer.context_parallel: found {num}, but"
+        if num > 1 and self.scorer.why_not_packed is not None:
+            raise ConfigError(f"{where} {type(self.model).__name__} is trained on padded rows", "remove it")
+        if heads % num or (keys % num and num % keys):
+            most = max(each for each in range(1, num + 1) if num % each == 0 and heads % each == 0
+                       and (keys % each == 0 or each % keys == 0))  # fmt: skip
+            raise ConfigError(
+                f"{where} {type(self.model).__name__} has {heads} heads of queries and {keys} of keys",
+                f"write {most}",
+            )
+        return ContextGroup.join(self._ranks.rank, self._ranks.num, num)
 
     def try_kernels(self) -> Kernels:
         """Choose the fast forms of the arithmetic that agree with the plain ones where the model is now, on
