@@ -596,6 +596,7 @@ ELSEWHERE = {
     "ds.lora.dropout": "adapters have no dropout",
     "ds.packing_samples": _SIZES,
     "ds.use_liger_kernel": _SIZES,
+    "ds.ring_attn_size": "trainer.context_parallel",
     "ds.*": _FSDP,
     "ckpt.output_dir": "output",
     "ckpt.save_steps": "trainer.checkpoint_every_steps; as often as the disk keeps up by default",

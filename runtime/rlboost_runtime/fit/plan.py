@@ -143,6 +143,7 @@ class FitPlan:
             "gpu_step_gb": round(step_bytes(self.setup) / GB, 2),
             "gpu_usable_gb": None if self.gpu_has is None else round(USABLE * self.gpu_has / GB, 2),
             "activation_checkpointing": self.setup.checkpointing, "optimizer_offload": self.setup.offload,
+            "context_parallel": self.setup.context,
             "micro_batch_tokens": self.micro_batch_tokens, "largest_pass_tokens": self.setup.tokens,
             "host_gb": round(self.host / GB, 2), "host_per_rank_gb": round(self.host_per_rank / GB, 2),
             "disk_gb": round(self.disk / GB, 2), "disk_mb_per_s": round(self.disk_bytes_per_s / 1e6, 1),
@@ -165,12 +166,13 @@ class FitPlan:
             f"checkpointing {'on' if setup.checkpointing else 'off'},"
             f" moments {'offloaded' if setup.offload else 'on the GPU'}"
         )
+        shared = f" on {setup.context} GPUs" if setup.context > 1 else ""
         has = "" if self.gpu_has is None else f" of {USABLE * self.gpu_has / GB:.1f} GB usable"
         return [
             f"  memory   {self.gpu_needs / GB:.1f} GB{has} per {self.accelerator or 'process'}:",
             f"           state {state / GB:.1f}, activations {activations / GB:.1f}, gathered and contexts"
             f" {sum(parts.values()) / GB:.1f}",
-            f"           passes of up to {setup.tokens:,} tokens; {switches}",
+            f"           passes of up to {setup.tokens:,} tokens{shared}; {switches}",
             f"           main memory {self.host / GB:,.0f} GB, {self.host_per_rank / GB:.1f} GB per rank",
             *self._version_lines(),
             f"  disk     {self.disk / GB:,.0f} GB; if it writes {self.disk_bytes_per_s / 1e6:,.0f} MB/s,",
@@ -288,7 +290,31 @@ def misfits(job: Job, shape: TransformerShape, gpu_has: int | None = None) -> li
                 f" {_disk_gb(plan)} or auto",
             )
         )
-    return [*found, *_engine_misfits(job, shape), *_too_long(job, shape)]
+    return [*found, *_engine_misfits(job, shape), *_too_long(job, shape), *_unlike_the_model(job, shape)]
+
+
+def _unlike_the_model(job: Job, shape: TransformerShape) -> Iterator[FieldProblem]:
+    """Yield settings for which the model has not the parts."""
+    for name in ("router_replay", "router_aux_loss_coef"):
+        if (value := getattr(job.algorithm, name)) and not shape.experts:
+            yield ("algorithm", name), f"found {value}, but the model has no experts; remove it"
+    num = job.trainer.context_parallel
+    if (most := shared_heads(shape.heads, shape.kv_heads, num)) < num:
+        yield (
+            ("trainer", "context_parallel"),
+            f"found {num}, but the model has {shape.heads} heads of queries and {shape.kv_heads} of keys;"
+            f" write {most}",
+        )
+
+
+def shared_heads(heads: int, keys: int, most: int) -> int:
+    """Return the largest divisor of `most` among which so many heads, of queries and of keys, can be shared:
+    whole ones, or each of a key for several ranks."""
+    return max(
+        each
+        for each in range(1, most + 1)
+        if most % each == 0 and heads % each == 0 and (keys % each == 0 or each % keys == 0)
+    )
 
 
 def _too_long(job: Job, shape: TransformerShape) -> list[FieldProblem]:
@@ -370,7 +396,7 @@ def _misfit(job: Job, shape: TransformerShape, plan: FitPlan) -> FieldProblem:
     if trainer.ranks < most and _fits(_with(job, {**free, "ranks": most}), shape, plan.gpu_has):
         return ("trainer", "ranks"), f"found {trainer.ranks}: {need}; write {most}, one rank per GPU"
     for shared in (2, 4, 8):
-        divides = setup.ranks % shared == 0 and shape.heads % shared == 0
+        divides = setup.ranks % shared == 0 and shared_heads(shape.heads, shape.kv_heads, shared) == shared
         if not divides or shared <= trainer.context_parallel:
             continue
         if _fits(_with(job, {**free, "context_parallel": shared}), shape, plan.gpu_has):

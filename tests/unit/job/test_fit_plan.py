@@ -176,6 +176,16 @@ def test_a_long_response_is_shared_among_ranks_where_that_makes_it_fit(tmp_path:
     assert plan.gpu_needs < 0.95 * plan.gpu_has
 
 
+def test_what_the_model_has_not_the_parts_for_is_refused_before_anything_is_bought(tmp_path: Path) -> None:
+    path = write(tmp_path, "aws", "8B", "context_parallel: 7", ranks="7")
+    path.write_text(path.read_text().replace("algorithm:", "algorithm:\n  router_aux_loss_coef: 0.01", 1))
+    with pytest.raises(JobErrors) as raised:
+        load_job(path)
+    told = str(raised.value)
+    assert "algorithm.router_aux_loss_coef: found 0.01, but the model has no experts; remove it" in told
+    assert "trainer.context_parallel: found 7, but the model has 32 heads of queries and 8 of keys" in told
+
+
 def test_ranks_share_rows_evenly(tmp_path: Path) -> None:
     with pytest.raises(JobErrors, match=r"context_parallel: is 3, which does not divide .* 8; write 1"):
         load_job(write(tmp_path, "aws", "8B", "context_parallel: 3"))

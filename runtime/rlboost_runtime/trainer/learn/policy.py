@@ -32,6 +32,7 @@ from transformers import (
 
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.file_tensors import FileLayout
+from rlboost_runtime.fit.plan import shared_heads
 from rlboost_runtime.job import Algorithm, Lora, Trainer
 from rlboost_runtime.trainer.device.mover import Mover
 from rlboost_runtime.trainer.kernels.checks import (
@@ -194,9 +195,7 @@ class Policy:
         where = f"trainer.context_parallel: found {num}, but"
         if num > 1 and self.scorer.why_not_packed is not None:
             raise ConfigError(f"{where} {type(self.model).__name__} is trained on padded rows", "remove it")
-        if heads % num or (keys % num and num % keys):
-            most = max(each for each in range(1, num + 1) if num % each == 0 and heads % each == 0
-                       and (keys % each == 0 or each % keys == 0))  # fmt: skip
+        if (most := shared_heads(heads, keys, num)) < num:
             raise ConfigError(
                 f"{where} {type(self.model).__name__} has {heads} heads of queries and {keys} of keys",
                 f"write {most}",
