@@ -1,7 +1,7 @@
 """Large files that are written beside the journal of tokens, on the same disk.
 
 An acknowledgement of tokens waits for the disk, behind whatever was handed to the disk before. So a large
-file is handed over in pieces that take the disk a few milliseconds each, one at a time for all processes that
+file is handed over in pieces that take the disk a millisecond each, one at a time for all processes that
 name the same `turn`, and a little slower than the disk can take them (`Pace`): a disk at its limit makes
 everybody wait. Pieces are written out without a commit of the file system's own journal (`sync_file_range` on
 blocks that are reserved before), since such a commit holds other syncs up: there is one at the end. On a
@@ -24,10 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-LEAST_BYTES, MOST_BYTES = 1 << 16, 32 << 20
+LEAST_BYTES, MOST_BYTES = 1 << 14, 32 << 20
 """Bytes of a file that are handed to the disk at a time: at least and at most."""
 FIRST_BYTES = 1 << 18
-PIECE_S = 0.004
+PIECE_S = 0.001
 """Seconds that they take, between these bounds."""
 LOOK_S, LOOK_EVERY_S = 1.0, 600.0
 """Every so often, and first of all, a disk is written to as fast as it can for so long. Acknowledgements are
