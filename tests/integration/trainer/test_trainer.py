@@ -466,6 +466,7 @@ def test_held_out_prompts_are_answered_and_never_trained(tmp_path):
         "prompts_passed_over",
     }  # of a curriculum
     general |= {"lag_kl"}  # of max_staleness
+    general |= {"router_aux_loss", "router_replay_moved_share"}  # of a mixture of experts
     general |= episode_metrics([]).keys()
     assert {described(name).name for name in set().union(*table)} == (
         GLOSSARY.keys() - {"tokens_per_s", *general} | {"eval_avg_at_4", "eval_pass_at_2", "eval_pass_at_4"}
