@@ -55,8 +55,8 @@ class ContextGroup:
         repeated = heads_1HPD.repeat_interleave(max(1, self.num // heads_1HPD.shape[1]), dim=1)
         _, num_heads, part, width = repeated.shape
         sent = repeated.view(self.num, num_heads // self.num, part, width)
-        found = _Exchange.apply(sent, self.group)  # type: ignore[no-untyped-call]
-        return cast(Tensor, found.transpose(0, 1).reshape(1, num_heads // self.num, -1, width))
+        found = self._exchanged(sent)
+        return found.transpose(0, 1).reshape(1, num_heads // self.num, -1, width)
 
     def positions(self, heads_1SGD: Tensor) -> Tensor:
         """[1, S, G, D] -> [1, P, H, D]: every head of this rank's positions."""
@@ -64,8 +64,11 @@ class ContextGroup:
             return heads_1SGD
         _, length, num_heads, width = heads_1SGD.shape
         sent = heads_1SGD.reshape(self.num, length // self.num, num_heads, width)
-        found = _Exchange.apply(sent, self.group)  # type: ignore[no-untyped-call]
-        return cast(Tensor, found.transpose(0, 1).reshape(1, length // self.num, -1, width))
+        found = self._exchanged(sent)
+        return found.transpose(0, 1).reshape(1, length // self.num, -1, width)
+
+    def _exchanged(self, sent: Tensor) -> Tensor:
+        return cast(Tensor, _Exchange.apply(sent, self.group))  # type: ignore[no-untyped-call]
 
     def whole(self, values_M: Tensor, sizes: list[int]) -> Tensor:
         """Return values_N (further dimensions stay) of all ranks' values, `sizes` of each. Every rank goes on
@@ -99,9 +102,7 @@ def _exchanged(sent: Tensor, group: ProcessGroup) -> Tensor:
 
 class _Whole(torch.autograd.Function):
     @staticmethod  # `Any`: autograd's context
-    def forward(
-        ctx: Any, mine: Tensor, context: ContextGroup, sizes: list[int]
-    ) -> Tensor:  # autograd's context
+    def forward(ctx: Any, mine: Tensor, context: ContextGroup, sizes: list[int]) -> Tensor:
         ctx.start = sum(sizes[: context.rank])
         ctx.stop = ctx.start + sizes[context.rank]
         rows = [mine.new_zeros(max(sizes), *mine.shape[1:]) for _ in sizes]

@@ -345,7 +345,11 @@ class Learner:
             result.logprobs, old, mu, advantages, result.mask, self._config, bypass=bypass,
             reference_BT=reference, entropy_BT=result.entropy,
         )  # fmt: skip
-        loss = sums.loss if routed is None else sums.loss + self._balance(routed, sums.totals)
+        loss = sums.loss
+        if routed is not None:
+            self._note_routes(routed, sums.totals)
+            if coef := self._algorithm.router_aux_loss_coef / self._context.num:
+                loss = loss + coef * divisor(sums.totals, self._config) * routed.imbalance()
         if not self._is_frozen:
             loss.backward()  # type: ignore[no-untyped-call]
         if not self._context.leads:
@@ -363,15 +367,12 @@ class Learner:
         if not bypass and self._engine_agrees:
             self._part.mismatch += mismatch(old, mu, result.mask)
 
-    def _balance(self, routed: RoutedPass, totals: Totals) -> Tensor:
-        """Return the loss of uneven loads, un-normalised like the policy's, and note what the routers did."""
-        imbalance, choices = routed.imbalance(), routed.num()
+    @torch.no_grad()
+    def _note_routes(self, routed: RoutedPass, totals: Totals) -> None:
         if totals.responses:
-            self._part.imbalance += float(imbalance.detach()) * choices
-            self._part.choices += choices
+            self._part.imbalance += float(routed.imbalance()) * routed.num()
+            self._part.choices += routed.num()
             self._part.moved += routed.moved()
-        coef = self._algorithm.router_aux_loss_coef / self._context.num
-        return coef * divisor(totals, self._config) * imbalance
 
     def _reference_table(self, samples: Sequence[Sample], like: Forward) -> Tensor | None:
         if self._algorithm.reference is None:

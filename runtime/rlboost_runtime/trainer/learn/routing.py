@@ -58,6 +58,7 @@ class RoutedPass:
         return sum(
             int((used[:, :, None] != self.chosen_SK[layer][:, None, :]).all(-1).sum())
             for layer, used in self.used_SK.items()
+            if used is not self.chosen_SK[layer]
         )
 
     def num(self) -> int:
