@@ -28,6 +28,7 @@ from rlboost_runtime.processes import (
     ENGINE_SOCKET,
     identify,
     kill_tagged,
+    process_start,
     room_for_tag,
     start_session,
     tagged,
@@ -57,11 +58,11 @@ _children: dict[
 
 
 class Launched(msgspec.Struct, frozen=True):
-    """The first process of one instance: its agent. `started_at` in seconds since the Unix epoch."""
+    """The first process of one instance: its agent. `start`: `processes.process_start`."""
 
     instance: str
     pid: int
-    started_at: float
+    start: float
 
 
 class ReclaimRecord(msgspec.Struct, frozen=True):
@@ -235,7 +236,7 @@ class LocalMachines:
             write_json(self.folder(record.machine) / "notice.json", {"seconds": seconds})
             return
         for agent in record.processes:
-            process = identify(agent.pid, agent.started_at, self.run.path)
+            process = identify(agent.pid, agent.start, self.run.path)
             if process is not None:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.send_signal(signal.SIGTERM)
@@ -279,9 +280,9 @@ def start_detached(
     It is reaped by `reap` as long as this process lives, by init afterwards. Raises `OSError`.
     """
     child = start_session(command, environment, cwd, log)
-    started_at = psutil.Process(child.pid).create_time()  # there, even if ended: not reaped yet
+    start = process_start(child.pid)  # there, even if ended: not reaped yet
     _children[child.pid] = child
-    return child.pid, started_at
+    return child.pid, start
 
 
 def reap() -> None:

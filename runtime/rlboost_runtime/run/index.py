@@ -53,4 +53,4 @@ def is_supervised(run: RunFolder) -> bool:
     if run.head.exists():
         return bool((read_json(run.mirror) or {}).get("supervised"))
     noted = read_json(run.processes / "supervisor.json")
-    return noted is not None and identify(int(noted["pid"]), float(noted["started_at"]), run.path) is not None
+    return noted is not None and identify(int(noted["pid"]), float(noted["start"]), run.path) is not None

@@ -41,7 +41,7 @@ class Role:
         return self.name.startswith(("trainer", "agent-"))
 
     def identity(self, run: RunFolder) -> Path:
-        """Return the file that identifies its process: {"pid", "started_at"}."""
+        """Return the file that identifies its process: {"pid", "start"}."""
         return run.processes / f"{self.name}.json"
 
     def log(self, run: RunFolder) -> Path:

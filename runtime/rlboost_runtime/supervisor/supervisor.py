@@ -30,13 +30,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import psutil
-
 from rlboost_providers.base.provider import MachineView
 from rlboost_runtime.billing.books import close_books
 from rlboost_runtime.errors import DISK_ERRNOS, RLBoostError, RuntimeFault
 from rlboost_runtime.logs import Explanation, event, explain, last_explanation, last_line, setup
-from rlboost_runtime.processes import end_all, kill_tagged
+from rlboost_runtime.processes import end_all, kill_tagged, process_start
 from rlboost_runtime.run import in_memory
 from rlboost_runtime.run.create import kept
 from rlboost_runtime.run.folder import (
@@ -341,7 +339,7 @@ def _supervise(run: RunFolder) -> int:
             print(f"run {run.name} has a supervisor already", file=sys.stderr)
             return 0
         identity = run.processes / "supervisor.json"
-        write_identity(identity, os.getpid(), psutil.Process().create_time())
+        write_identity(identity, os.getpid(), process_start(os.getpid()))
         restore_outcome(run)
         repair_secrets(run)
         os.environ.update(kept(run))  # for the run's processes, which inherit it

@@ -15,10 +15,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 from rlboost_runtime.logs import event
-from rlboost_runtime.processes import identify, start_session, tags, untagged
+from rlboost_runtime.processes import identify, process_age, process_start, start_session, tags, untagged
 from rlboost_runtime.run.folder import RunFolder, read_json, write_json
 from rlboost_runtime.supervisor.roles import Role
 
@@ -29,14 +27,14 @@ _POLL_S = 1.0  # without pidfd
 
 @dataclass(slots=True)
 class Watched:
-    """A living process. `started_at` in seconds since the Unix epoch; `child` None: adopted."""
+    """A living process. `start`: `processes.process_start`; `child` None: adopted."""
 
     pid: int
-    started_at: float
+    start: float
     run: Path
     child: subprocess.Popen[bytes] | None
     began: float
-    """Its start on this process's monotonic clock: `started_at` may be off by a second."""
+    """Its start on this process's monotonic clock."""
     log_offset: int = 0
     """Where its output begins in its log, in bytes; 0 where unknown."""
 
@@ -59,7 +57,7 @@ class Watched:
     def _lives(self) -> bool:
         if self.child is not None:
             return self.child.poll() is None
-        return identify(self.pid, self.started_at, self.run) is not None
+        return identify(self.pid, self.start, self.run) is not None
 
     def _status(self) -> int | None:
         return None if self.child is None else self.child.wait()
@@ -81,9 +79,9 @@ def start(role: Role, run: RunFolder) -> Watched:
     began = time.monotonic()
     log_offset = path.stat().st_size if path.exists() else 0
     child = start_session(role.command, environment, run.path, path)
-    process = Watched(child.pid, psutil.Process(child.pid).create_time(), run.path, child, began, log_offset)
+    process = Watched(child.pid, process_start(child.pid), run.path, child, began, log_offset)
     try:
-        write_identity(role.identity(run), process.pid, process.started_at)
+        write_identity(role.identity(run), process.pid, process.start)
     except OSError as problem:
         event(log, "identity.not_written", level=logging.WARNING, process=role.name, problem=str(problem))
     return process
@@ -94,16 +92,17 @@ def adopt(role: Role, run: RunFolder) -> Watched | None:
     known = read_json(role.identity(run))
     if known is None:
         return None
-    process = identify(known["pid"], known["started_at"], run.path)
+    process = identify(known["pid"], known["start"], run.path)
     if process is None:
         return None
-    began = time.monotonic() - max(0.0, time.time() - known["started_at"])
-    return Watched(process.pid, known["started_at"], run.path, None, began)
+    began = time.monotonic() - process_age(known["start"])
+    return Watched(process.pid, known["start"], run.path, None, began)
 
 
-def write_identity(path: Path, pid: int, started_at: float) -> None:
-    """Record in `path` which process it is; `started_at` tells it from a later one of the same number."""
-    write_json(path, {"pid": pid, "started_at": started_at})
+def write_identity(path: Path, pid: int, start: float) -> None:
+    """Record in `path` which process it is; `start` (`processes.process_start`) tells it from a later one
+    of the same number."""
+    write_json(path, {"pid": pid, "start": start})
 
 
 async def _readable(fd: int) -> None:

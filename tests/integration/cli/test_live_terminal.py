@@ -15,10 +15,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
-from rlboost_runtime.processes import run_environment
+from rlboost_runtime.processes import process_start, run_environment
 from rlboost_runtime.run.folder import RunFolder, write_json
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
@@ -49,7 +48,7 @@ def run(tmp_path: Path) -> Iterator[RunFolder]:
     with subprocess.Popen(
         [sys.executable, "-c", "import time; time.sleep(170)"], env=run_environment(run.path)
     ) as process:
-        identity = {"pid": process.pid, "started_at": psutil.Process(process.pid).create_time()}
+        identity = {"pid": process.pid, "start": process_start(process.pid)}
         write_json(run.processes / "supervisor.json", identity)
         yield run
         process.kill()

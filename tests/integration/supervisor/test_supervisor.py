@@ -20,7 +20,7 @@ import pytest
 from rlboost_runtime.billing.launch_records import MachineRecord
 from rlboost_runtime.billing.ledger import Ledger
 from rlboost_runtime.job import Job, ReasoningGym, TinyModel
-from rlboost_runtime.processes import kill_tagged, tagged
+from rlboost_runtime.processes import identify, kill_tagged, process_start, tagged
 from rlboost_runtime.run.folder import RunFolder, read_json, write_json
 from rlboost_runtime.run.reserved import RESERVED_MACHINE
 from rlboost_runtime.run.security import create_secrets, read_token
@@ -136,9 +136,7 @@ def test_roles_are_started_tagged_with_an_identity_and_a_log(run, supervise):
     supervise(coordinator=f"print('hello', flush=True); {NAP}")
     process = wait_for(run, "coordinator")
     assert process.environ()["RLBOOST_RUN"] == str(run.path)
-    assert read_json(run.processes / "coordinator.json")["started_at"] == pytest.approx(
-        process.create_time(), abs=0.1
-    )
+    assert read_json(run.processes / "coordinator.json")["start"] == process_start(process.pid)
     wait_until(lambda: (run.logs / "coordinator.log").read_text() == "hello\n")
 
 
@@ -254,9 +252,20 @@ async def test_a_role_that_cannot_be_prepared_for_want_of_disk_is_tried_on(run):
 def test_a_foreign_process_under_an_old_number_is_not_adopted(run, supervise):
     run.processes.mkdir()
     me = psutil.Process()
-    write_json(run.processes / "coordinator.json", {"pid": me.pid, "started_at": me.create_time()})
+    write_json(run.processes / "coordinator.json", {"pid": me.pid, "start": process_start(me.pid)})
     supervise(coordinator=NAP)
     wait_for(run, "coordinator", other_than=me.pid)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the system notes the start as it was")
+def test_whoever_sets_the_wall_clock_makes_no_process_look_dead(run, supervise, monkeypatch):
+    supervise(coordinator=NAP)
+    process = wait_for(run, "coordinator")
+    known = read_json(run.processes / "coordinator.json")
+    boot, noted_before = psutil.boot_time(), psutil.Process(process.pid).create_time()
+    monkeypatch.setattr(psutil._pslinux, "boot_time", lambda: boot + 100.0)  # as /proc/stat says then
+    assert psutil.Process(process.pid).create_time() == pytest.approx(noted_before + 100.0)
+    assert identify(known["pid"], known["start"], run.path) is not None
 
 
 def test_a_second_supervisor_leaves_the_first_alone(run, supervise):
