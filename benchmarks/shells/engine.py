@@ -19,8 +19,6 @@ from rlboost_runtime.engines.base import (
     Request,
     RequestEnded,
 )
-from rlboost_runtime.protocol.messages import LoadVersionMessage
-from rlboost_runtime.weights.child_pipe import PullReport
 from rlboost_runtime.weights.manifest import Manifest, Probe
 
 STOP = 9
@@ -28,7 +26,7 @@ LOGPROB = -0.5
 STEP_S = (0.02, 0.08)
 TOKENS_PER_STEP = 3
 MAX_RUNNING = 8
-PULL_S, LOAD_S = (0.05, 3.0), (0.02, 0.5)
+LOAD_S = (0.02, 0.5)
 STOP_ONE_IN = 40
 _PROBE = ((1, 2, 3), (4,))
 
@@ -174,21 +172,3 @@ class PlayedEngine:
             else:
                 self._running[request_id] = (state, left)
         return output
-
-
-class PlayedPuller:
-    """A `Puller` whose versions arrive after a while."""
-
-    def __init__(self, random: Random) -> None:
-        self._random = random
-        self.weights_url = ""
-        self.progress: tuple[int, int, int] | None = None
-
-    def note_order(self, order: LoadVersionMessage, *, serves: bool) -> None:
-        """Every source has every version."""
-
-    async def pull(self, version: int) -> PullReport:
-        """Fetch a version."""
-        seconds = self._random.uniform(*PULL_S)
-        await asyncio.sleep(seconds)
-        return PullReport(version, f"/played/{version}", "full", 1000, 1000, pull_s=seconds)

@@ -121,6 +121,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """Seconds since the loop was made."""
         return self._time
 
+    def pass_blocked(self, seconds: float) -> None:
+        """Sleep within a call that `run_in_executor` made: everything waits for it."""
+        self._pass(seconds)
+
     def call_soon(self, callback: Any, *arguments: Any, context: Any = None) -> Any:  # type: ignore[override]
         """Call it in this turn or the next; what is left of a loop that is over calls nothing."""
         if self.is_closed():

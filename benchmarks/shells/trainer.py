@@ -6,6 +6,7 @@ import asyncio
 from array import array
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from random import Random
 
 from benchmarks.shells.engine import STOP, whole_response
@@ -66,11 +67,12 @@ class PlayedTrainer:
     """One process of the trainer."""
 
     def __init__(
-        self, run: str, boot: str, trained: Trained, dial: Callable[[], Awaitable[Transport]], clock: Clock,
-        random: Random,
+        self, run: str, boot: str, trained: Trained, metrics: Path, dial: Callable[[], Awaitable[Transport]],
+        clock: Clock, random: Random,
     ) -> None:  # fmt: skip
+        """`metrics` gets a line per step, by which the supervisor sees progress."""
         self._run, self._boot, self._random = run, boot, random
-        self._trained = trained
+        self._trained, self._metrics = trained, metrics
         self._step: int = trained.next_step
         self._groups: dict[int, DeliverGroupMessage] = {}
         self._holds_lease = False
@@ -92,6 +94,8 @@ class PlayedTrainer:
             trained.num_groups += len(self._groups)
             trained.num_tokens += tokens
             trained.next_step = self._step + 1  # the checkpoint is durable
+            with self._metrics.open("a") as lines:
+                lines.write(f'{{"step": {self._step}}}\n')
             trained.last = StepTrainedMessage(self._step, 0.0, busy_s, tokens, 0.5, {"loss": 1.0})
             self._step += 1
             self._groups, self._holds_lease = {}, False

@@ -25,29 +25,30 @@ from random import Random
 from unittest import mock
 
 from benchmarks.shells.cloud import PlayedCloud
-from benchmarks.shells.engine import PlayedEngine, PlayedPuller, manifest_of
+from benchmarks.shells.engine import PlayedEngine, manifest_of
+from benchmarks.shells.head import SUPERVISOR, Head
 from benchmarks.shells.loop import OUTSIDE, OrderedTask, Process, VirtualLoop
 from benchmarks.shells.network import End, Network
+from benchmarks.shells.puller import PlayedPulls
 from benchmarks.shells.storage import AT_ONCE, InlineJournal, PlayedDisk
 from benchmarks.shells.trainer import PlayedTrainer, Trained
-from rlboost_runtime.agent import engine_host
+from rlboost_runtime.agent import engine_host, weight_children
 from rlboost_runtime.agent import service as agent_service
-from rlboost_runtime.agent.bootstrap import Bootstrap
+from rlboost_runtime.agent.bootstrap import Bootstrap, read_bootstrap
 from rlboost_runtime.audit.run import audit
 from rlboost_runtime.billing.ledger import Ledger
 from rlboost_runtime.coordinator import service
+from rlboost_runtime.coordinator.__main__ import EX_IOERR, EX_TEMPFAIL, exit_status
 from rlboost_runtime.coordinator.driver import core_driver
 from rlboost_runtime.coordinator.observers import priors
 from rlboost_runtime.coordinator.storage import journal, snapshot
-from rlboost_runtime.core.base.messages import Pool
-from rlboost_runtime.deploy.bootstrap import make_bootstrap
-from rlboost_runtime.errors import NotYet
 from rlboost_runtime.job import Job, LocalOffer, ReasoningGym, Rollout, Spot, TinyModel
 from rlboost_runtime.job.run import Evidence
 from rlboost_runtime.run.folder import RunFolder, read_json, write_json
 from rlboost_runtime.run.reserved import RESERVED_MACHINE
 from rlboost_runtime.run.resolved import write_resolved
 from rlboost_runtime.run.security import create_secrets
+from rlboost_runtime.weights.child_pipe import PullRequest
 
 EPOCH = 1_800_000_000.0
 RUN = "shells"
@@ -58,8 +59,11 @@ FAULTS_S = (30.0, 90.0)
 QUIET_S = 600.0
 """After the last fault the run must end within this time."""
 FAULT_EVERY_S = (0.5, 8.0)
-RESTART_S = (0.2, 1.0)
-"""The supervisor's pause before it starts a process again."""
+RESERVED_AGENT, RESERVED_ROLE = f"{RESERVED_MACHINE}/0", f"agent-{RESERVED_MACHINE}-0"
+"""One engine: its instance, and its process on the head."""
+
+
+DISK_STATUSES = (EX_TEMPFAIL, EX_IOERR)
 
 
 class BrokenPromise(Exception):
@@ -132,17 +136,28 @@ class World:
         self.network = Network(Random(f"{seed} network"), self._sent)
         self.cloud = PlayedCloud(Random(f"{seed} cloud"), self, self._count, self._note)
         self.trained = Trained(STEPS, PROMPTS)
+        self.pulls = PlayedPulls(Random(f"{seed} pulls"), lambda _: self.head.process("weights") is not None)
         self.coordinator: service.Coordinator | None = None
         self._disk: PlayedDisk | None = None
-        self._head: Process | None = None
-        self._trainer: Process | None = None
         self._agents: dict[str, Process] = {}
-        """By instance."""
+        """By instance; of spot machines only."""
         self._engines: dict[str, PlayedEngine] = {}
-        self._num_boots = 0
-        self._is_head_down = False
+        self._num_trainers = 0
         self._died_at = 0.0
-        self._crash: BaseException | None = None
+        self.head = Head(
+            self.run,
+            self.job,
+            self.clock,
+            {
+                "coordinator": self._coordinate,
+                "weights": self._serve_weights,
+                "trainer": self._train,
+                RESERVED_ROLE: self._work_reserved,
+            },
+            self._ended,
+            self.trained.broken.append,
+            self._later,
+        )
 
     # --- the run ------------------------------------------------------------------------------------------
 
@@ -151,75 +166,63 @@ class World:
         write_resolved(self.run.job_json, self.job)
         write_json(self.run.endpoint, {"url": "https://127.0.0.1:1"})
         write_json(self.run.weights_endpoint, {"url": "https://127.0.0.1:2"})
-        self._start_head()
+        write_json(self.run.wanted, {"train": True})
+        self.run.processes.mkdir(exist_ok=True)
+        self.head.start()
         faults = self.loop.create_task(self._break_things(), context=OUTSIDE.copy())
         deadline = FAULTS_S[1] + QUIET_S
-        while not self.run.outcome.exists():
+        while not self.head.is_over:
             if faults.done() and faults.exception() is not None:
                 raise faults.exception() or AssertionError
-            if self._crash is not None:
-                raise BrokenPromise(f"a process ended unexpectedly: {self._crash!r}") from self._crash
+            if self.head.crash is not None:
+                raise BrokenPromise(f"a process ended unexpectedly: {self.head.crash!r}") from self.head.crash
             if self.loop.time() > deadline:
-                raise BrokenPromise(f"the run did not end: step {self.trained.next_step} of {STEPS}")
+                broken = "; ".join(self.trained.broken)
+                raise BrokenPromise(f"the run did not end: step {self.trained.next_step} of {STEPS} {broken}")
             await asyncio.sleep(0.5)
         await faults
         self._judge()
 
-    def _start_head(self) -> None:
-        self._is_head_down = False
-        self._start_coordinator()
-        self._start_trainer()
-        self._start_reserved()
-
-    def _start_coordinator(self) -> None:
-        if self._is_head_down or self.run.outcome.exists() or _is_there(self._head):
-            return
+    async def _coordinate(self, process: Process) -> int:
         if self.run.events.exists():  # as old as its last line
             os.utime(self.run.events, (self._died_at, self._died_at))
         self.cloud.forget()
-        self._head = head = Process("coordinator")
-        head.start(self._coordinate(head))
-
-    async def _coordinate(self, head: Process) -> None:
         self._disk = disk = PlayedDisk(self._random)
         try:
             self.coordinator = service.Coordinator(self.run, self.job, self.clock, disk)
             await self.coordinator.serve()
         except Exception as problem:  # noqa: BLE001 - judged by whoever waits
-            if not all(isinstance(each, OSError) for each in service.leaves(problem)):
-                self._crash = problem
-                return
-            self._count("coordinator ends because of its disk")
-        self._end(head, silently=False)
-        self._later(self._start_coordinator, RESTART_S)
+            try:
+                status = exit_status(problem, self.run.path)
+            except Exception as crash:  # noqa: BLE001 - what the coordinator cannot explain
+                self.head.crash = crash
+                return 1
+            self._count(
+                "coordinator ends because of its disk" if status in DISK_STATUSES else "coordinator fails"
+            )
+            return status
+        return 0
 
-    def _start_trainer(self) -> None:
-        if self._is_head_down or _is_there(self._trainer):
-            return
-        self._num_boots += 1
-        self._trainer = process = Process("trainer")
-        trainer = PlayedTrainer(
+    async def _serve_weights(self, _: Process) -> int:
+        await asyncio.Event().wait()  # until it is killed
+        return 0
+
+    async def _train(self, process: Process) -> int:
+        self._num_trainers += 1
+        await PlayedTrainer(
             RUN,
-            f"trainer {self._num_boots}",
+            f"trainer {self._num_trainers}",
             self.trained,
+            self.run.metrics,
             lambda: self._dial(process, None),
             self.clock,
             self._random,
-        )
-        process.start(trainer.run())
+        ).run()
+        return 0
 
-    def _start_reserved(self) -> None:
-        is_there = _is_there(self._agents.get(f"{RESERVED_MACHINE}/0"))
-        if self._is_head_down or self.run.outcome.exists() or is_there:
-            return
-        try:
-            bootstrap = make_bootstrap(
-                self.job, self.run, RESERVED_MACHINE, Pool.RESERVED, (f"{RESERVED_MACHINE}/0",)
-            )
-        except NotYet:
-            self._later(self._start_reserved, RESTART_S)
-            return
-        self.boot(bootstrap)
+    async def _work_reserved(self, process: Process) -> int:
+        folder = self.run.reserved / RESERVED_MACHINE
+        return await self._agent(process, read_bootstrap(folder / "bootstrap.json"), RESERVED_AGENT, folder)
 
     def boot(self, bootstrap: Bootstrap) -> None:
         """Start the agents of a machine."""
@@ -231,22 +234,24 @@ class World:
             process.start(self._work(process, bootstrap, instance, folder))
 
     async def _work(self, process: Process, bootstrap: Bootstrap, instance: str, folder: Path) -> None:
+        await self._agent(process, bootstrap, instance, folder)
+        process.kill()
+        self._ended(process, False)
+        self.loop.call_later(0.5, self.cloud.take, bootstrap.machine, context=OUTSIDE.copy())
+
+    async def _agent(self, process: Process, bootstrap: Bootstrap, instance: str, folder: Path) -> int:
         def make_engine(_: object) -> PlayedEngine:
             self._engines[instance] = engine = PlayedEngine(self._random)
             return engine
 
+        template = PullRequest("", -1, str(folder / "weights"), bootstrap.token, bootstrap.certificate)
         seams = agent_service.Seams(
-            lambda: self._dial(process, bootstrap.machine), make_engine, PlayedPuller(self._random),  # type: ignore[arg-type]
-            PlayedClock(self.loop),
+            lambda: self._dial(process, bootstrap.machine), make_engine,
+            weight_children.Puller(template, folder / "puller.log"), PlayedClock(self.loop),
         )  # fmt: skip
-        agent = agent_service.Agent(bootstrap, instance, folder, seams)
-        code = await agent.run(asyncio.Event())
+        code = await agent_service.Agent(bootstrap, instance, folder, seams).run(asyncio.Event())
         self._note(f"{instance} ends: {code}")
-        self._end(process, silently=False)
-        if bootstrap.machine == RESERVED_MACHINE:
-            self._later(self._start_reserved, RESTART_S)
-        else:
-            self.loop.call_later(0.5, self.cloud.take, bootstrap.machine, context=OUTSIDE.copy())
+        return int(code)
 
     def unplug(self, machine: str) -> None:
         """Take a machine away: nobody is told."""
@@ -259,12 +264,19 @@ class World:
         return EPOCH + self.loop.time()
 
     async def _dial(self, caller: Process, machine: str | None) -> End:
-        near, far = await self.network.connect(caller, self._head)
-        coordinator, head = self.coordinator, self._head
-        if coordinator is None or head is None:
+        called = self.head.process("coordinator")
+        near, far = await self.network.connect(caller, called)
+        coordinator = self.coordinator
+        if coordinator is None or called is None or not called.is_alive:
             raise ConnectionRefusedError("nobody listens yet")
-        head.start(_answer(coordinator, far, machine))
+        called.start(_answer(coordinator, far, machine))
         return near
+
+    def _post_stop(self, _: RunFolder, body: dict[str, object]) -> bool:
+        if self.coordinator is None:
+            raise ConnectionRefusedError("nobody listens")
+        self.coordinator.end_run(**body)  # type: ignore[arg-type]
+        return True
 
     # --- faults -------------------------------------------------------------------------------------------
 
@@ -277,7 +289,7 @@ class World:
         weights = {name: self._random.random() ** 2 for name, _ in kinds}
         chosen = [(name, act) for name, act in kinds if self._wanted is None or name in self._wanted]
         until = self._random.uniform(*FAULTS_S)
-        while self.loop.time() < until and not self.run.outcome.exists() and chosen:
+        while self.loop.time() < until and not self.head.is_over and chosen:
             await asyncio.sleep(self._random.uniform(*FAULT_EVERY_S))
             ((name, act),) = self._random.choices(chosen, [weights[name] for name, _ in chosen])
             if act():
@@ -286,26 +298,38 @@ class World:
         self._note("faults are over")
 
     def _fault_coordinator_killed(self) -> bool:
-        return self._kill_head_process(self._head, self._start_coordinator)
+        return self.head.kill("coordinator")
 
     def _fault_trainer_killed(self) -> bool:
-        return self._kill_head_process(self._trainer, self._start_trainer)
+        return self.head.kill("trainer")
 
     def _fault_reserved_agent_killed(self) -> bool:
-        return self._kill_head_process(self._agents.get(f"{RESERVED_MACHINE}/0"), self._start_reserved)
+        return self.head.kill(RESERVED_ROLE)
+
+    def _fault_weight_server_killed(self) -> bool:
+        return self.head.kill("weights")
+
+    def _fault_supervisor_killed(self) -> bool:
+        return self.head.kill(SUPERVISOR)
 
     def _fault_power_cut(self) -> bool:
-        if self._is_head_down or self._disk is None:
+        if self._disk is None or not self.head.cut_power():
             return False
-        self._is_head_down = True
-        reserved = self._agents.get(f"{RESERVED_MACHINE}/0")
-        for process in (self._head, self._trainer, reserved):
-            if process is not None and process.is_alive:
-                self._end(process, silently=True)
         self._disk.cut_power()
-        self.boot_id = f"boot {self._num_boots + 1}"
-        self._later(self._start_head, (5.0, 20.0))
+        self.boot_id = f"boot {self.head.num_boots + 1}"
         return True
+
+    def _fault_puller_dies(self) -> bool:
+        pull = self.pulls.some()
+        if pull is not None:
+            pull.die()
+        return pull is not None
+
+    def _fault_puller_hangs(self) -> bool:
+        pull = self.pulls.some()
+        if pull is not None:
+            pull.hangs = True
+        return pull is not None
 
     def _fault_machine_vanishes(self) -> bool:
         running = self.cloud.running()
@@ -334,11 +358,8 @@ class World:
         return True
 
     def _fault_process_paused(self) -> bool:
-        processes = [
-            p
-            for p in (self._head, self._trainer, *self._agents.values())
-            if p and p.is_alive and not p.is_paused
-        ]
+        everywhere = (*self.head.processes, *self._agents.values())
+        processes = [process for process in everywhere if process.is_alive and not process.is_paused]
         if not processes:
             return False
         process = self._random.choice(processes)
@@ -390,33 +411,31 @@ class World:
         return engine is not None
 
     def _some_engine(self) -> PlayedEngine | None:
-        alive = [i for i in self._engines if (p := self._agents.get(i)) is not None and p.is_alive]
+        alive = [instance for instance in self._engines if self._is_alive(instance)]
         return self._engines[self._random.choice(alive)] if alive else None
 
     def _is_on_head(self, end: End) -> bool:
         """Return True for a connection over loopback, which breaks with a process only."""
         names = {end.owner.name, end.other.owner.name}
-        return bool(names & {"trainer", f"{RESERVED_MACHINE}/0"})
+        return bool(names & {"trainer", RESERVED_ROLE})
+
+    def _is_alive(self, instance: str) -> bool:
+        process = (
+            self.head.process(RESERVED_ROLE) if instance == RESERVED_AGENT else self._agents.get(instance)
+        )
+        return process is not None and process.is_alive
 
     def _alive_agents(self) -> list[str]:
-        return [
-            name
-            for name, each in self._agents.items()
-            if each.is_alive and not name.startswith(RESERVED_MACHINE)
-        ]
-
-    def _kill_head_process(self, process: Process | None, start: Callable[[], None]) -> bool:
-        if process is None or not process.is_alive or self._is_head_down:
-            return False
-        self._end(process, silently=False)
-        self._later(start, RESTART_S)
-        return True
+        return [name for name, each in self._agents.items() if each.is_alive]
 
     def _end(self, process: Process, *, silently: bool) -> None:
-        self._note(f"{process.name} is gone")
         process.kill()
+        self._ended(process, silently)
+
+    def _ended(self, process: Process, silently: bool) -> None:
+        self._note(f"{process.name} is gone")
         self.network.ended(process, silently=silently)
-        if process is self._head:
+        if process.name == "coordinator":
             self._leave_books()
 
     def _leave_books(self) -> None:
@@ -465,6 +484,8 @@ class World:
             broken.append(f"{self.trained.num_groups} groups trained instead of {STEPS * PROMPTS}")
         if left := self.cloud.running():
             broken.append(f"still running: {', '.join(left)}")
+        if alive := self.head.processes:
+            broken.append(f"still on the head: {', '.join(process.name for process in alive)}")
         doubled = [name for name, times in self.cloud.num_launches.items() if times > 1]
         if doubled:
             broken.append(f"launched twice: {', '.join(doubled)}")
@@ -501,10 +522,6 @@ async def _answer(coordinator: service.Coordinator, end: End, machine: str | Non
             await coordinator._agents.serve(end, machine)
     finally:
         end.shut()
-
-
-def _is_there(process: Process | None) -> bool:
-    return process is not None and process.is_alive
 
 
 def _job() -> Job:
@@ -554,8 +571,10 @@ def _played(world: World) -> Iterator[None]:
             (priors, "threading", AT_ONCE),
             (engine_host, "read_manifest", lambda folder: manifest_of(int(folder.name))),
             (secrets, "token_hex", lambda _: f"process {next(numbers)}"),
+            (weight_children, "_child", world.pulls.child),
         ):
             stack.enter_context(mock.patch.object(where, name, stand_in))
+        stack.enter_context(world.head.played(world.cloud, world._post_stop, world.loop))
         yield
 
 

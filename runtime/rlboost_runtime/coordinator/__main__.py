@@ -45,20 +45,28 @@ def main() -> int:
     gc_tuning.relax()
     try:
         uvloop.run(_serve(run))
-    except (RLBoostError, OSError, sqlite3.OperationalError, ExceptionGroup) as error:
-        problems = list(leaves(error))
-        if any(isinstance(problem, DiskPatienceOver) for problem in problems):
-            return EX_IOERR
-        disk = next((problem for problem in problems if _is_of_disk(problem)), None)
-        if disk is not None:
-            explain(log, RuntimeFault(f"the disk refuses: {disk}", f"free some space for {run.path}"))
-            return EX_TEMPFAIL
-        (first, *others) = problems
-        if others or not isinstance(first, RLBoostError):
-            raise
-        explain(log, first)
-        return EX_CONFIG if first.exit_code == 2 else 1
+    except Exception as error:  # noqa: BLE001 - what cannot be explained is raised again
+        return exit_status(error, run.path)
     return 0
+
+
+def exit_status(error: Exception, place: Path) -> int:
+    """Explain in the log what ended a coordinator whose run lies in `place`; return its exit status.
+
+    Raises `error` where it cannot be explained.
+    """
+    problems = list(leaves(error))
+    if any(isinstance(problem, DiskPatienceOver) for problem in problems):
+        return EX_IOERR
+    disk = next((problem for problem in problems if _is_of_disk(problem)), None)
+    if disk is not None:
+        explain(log, RuntimeFault(f"the disk refuses: {disk}", f"free some space for {place}"))
+        return EX_TEMPFAIL
+    (first, *others) = problems
+    if others or not isinstance(first, RLBoostError):
+        raise error
+    explain(log, first)
+    return EX_CONFIG if first.exit_code == 2 else 1
 
 
 def _is_of_disk(problem: Exception) -> bool:

@@ -17,9 +17,12 @@ from benchmarks.shells.loop import Process, VirtualLoop
 from benchmarks.shells.network import SLOW_S, Network
 from benchmarks.shells.storage import InlineJournal
 from benchmarks.shells.world import live
+from rlboost_runtime.agent import weight_children
 from rlboost_runtime.coordinator.driver.core_driver import OpenStep
 from rlboost_runtime.coordinator.fleet.controller import FleetController
 from rlboost_runtime.protocol.messages import WorkItem
+from rlboost_runtime.supervisor import supervisor
+from rlboost_runtime.supervisor.supervisor import Supervisor
 
 pytestmark = pytest.mark.integration
 SWEEP = 12
@@ -32,6 +35,7 @@ def test_seeds_keep_every_promise() -> None:
     assert [each.broken for each in lived] == [[]] * SWEEP
     happened = set().union(*(each.faults for each in lived))
     assert {"coordinator killed", "power cut", "process paused", "connection silent", "disk full"} <= happened
+    assert {"supervisor killed", "weight server killed", "puller hangs"} <= happened
     assert all(each.num_tokens > 0 and each.num_events > 0 for each in lived)
 
 
@@ -110,4 +114,16 @@ def test_a_machine_that_is_not_ended_is_found(monkeypatch: pytest.MonkeyPatch) -
         return []
 
     monkeypatch.setattr(FleetController, "end_all", end_nothing)
+    assert live(0).broken == [], "the supervisor ends what the coordinator left"
+    monkeypatch.setattr(Supervisor, "_try_to_end_machines", lambda self: None)
     assert "still running" in first_broken()
+
+
+def test_a_supervisor_that_takes_over_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "adopt", lambda role, run: None)
+    assert "a supervisor killed a living" in first_broken("supervisor killed")
+
+
+def test_a_pull_that_waits_for_ever_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_children, "PROGRESS_TIMEOUT_S", 1e6)
+    assert "the run did not end" in first_broken("puller hangs")
