@@ -4,9 +4,10 @@
     python -m benchmarks.shells --seed 17 --trace
 
 The first lives seeds from `--first` on, in as many processes as there are cores; a seed that breaks a promise
-prints which one and how to live it again. The last line is one JSON object with `pass`. The second lives one
-seed and tells its story. `--faults` names the kinds of fault that may happen, so that a failing seed can be
-narrowed down; `--shrink` does that by itself.
+prints which one and how to live it again. The last line is one JSON object with `pass`. It may be stopped:
+with the same `--out`, at the same commit, it goes on where it was. The second lives one seed and tells its
+story. `--faults` names the kinds of fault that may happen, so that a failing seed can be narrowed down;
+`--shrink` does that by itself.
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ import time
 from collections import Counter
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from benchmarks.checkout import commit
 from benchmarks.shells.world import Lived, live
 
 CHUNK, CHUNKS = 4, 50
 """Seeds that a worker takes at once, and how often before another one takes its place."""
+KEPT_EVERY = 500
+"""Seeds after which a result is written, to go on from."""
 HASH_SEED = "0"
 """Sets of strings have the same order in every process then."""
 
@@ -70,45 +74,68 @@ def shrunk(seed: int, lived: Lived) -> frozenset[str]:
 
 
 def _many(first: int, num: int, processes: int, out: Path | None) -> int:
-    began, failed = time.monotonic(), list[int]()
-    faults: Counter[str] = Counter()
-    seconds = messages = events = tokens = 0.0
+    """Live seeds; with `out`, go on behind those that the same commit has lived there already."""
+    total = _begun(first, out)
+    done = total["seeds"]
+    if done:
+        print(f"{done} of {num} seeds are in {out}", flush=True)
     context = multiprocessing.get_context(
         "spawn"
     )  # workers end now and then: what seeds leave is kept in them
+    began, before_s = time.monotonic(), total["wall_s"]
     with context.Pool(processes, maxtasksperchild=CHUNKS) as pool:
-        seeds = range(first, first + num)
-        for number, lived in enumerate(pool.imap(partial(live, is_kept=True), seeds, chunksize=CHUNK), 1):
-            faults += lived.faults
-            seconds += lived.seconds
-            messages, events, tokens = (
-                messages + lived.num_messages, events + lived.num_events, tokens + lived.num_tokens
-            )  # fmt: skip
+        seeds = range(first + done, first + num)
+        for number, lived in enumerate(
+            pool.imap(partial(live, is_kept=True), seeds, chunksize=CHUNK), done + 1
+        ):
+            _add(total, lived)
+            total["wall_s"] = round(before_s + time.monotonic() - began, 1)
             if lived.broken:
-                failed.append(lived.seed)
                 print(f"seed {lived.seed}: {'; '.join(lived.broken)}")
                 print(f"  again: python -m benchmarks.shells --seed {lived.seed} --trace", flush=True)
-            if number % 500 == 0:
-                print(f"{number} seeds, {time.monotonic() - began:.0f} s", flush=True)
-    found = {
-        "seeds": num,
-        "first": first,
-        "simulated_hours": round(seconds / 3600, 1),
-        "messages": int(messages),
-        "events": int(events),
-        "tokens_trained": int(tokens),
-        "faults": dict(sorted(faults.items())),
-        "num_faults": faults.total(),
-        "wall_s": round(time.monotonic() - began, 1),
-        "machine": f"{os.cpu_count()} cores",
-        "commit": commit(),
-        "failed": failed,
-        "pass": not failed,
+            if number % KEPT_EVERY == 0:
+                print(f"{number} seeds, {total['wall_s']:.0f} s", flush=True)
+                _keep(total, out)
+    _keep(total, out)
+    print(json.dumps(_result(total)))
+    return 1 if total["failed"] else 0
+
+
+def _begun(first: int, out: Path | None) -> dict[str, Any]:
+    nothing: dict[str, Any] = {
+        "seeds": 0, "first": first, "simulated_s": 0.0, "messages": 0, "events": 0, "tokens_trained": 0,
+        "faults": {}, "wall_s": 0.0, "machine": f"{os.cpu_count()} cores", "commit": commit(), "failed": [],
+    }  # fmt: skip
+    if out is None or not out.exists():
+        return nothing
+    known: dict[str, Any] = json.loads(out.read_bytes())
+    is_same = all(known.get(name) == nothing[name] for name in ("first", "commit", "machine"))
+    return {name: known[name] for name in nothing} if is_same and "simulated_s" in known else nothing
+
+
+def _add(total: dict[str, Any], lived: Lived) -> None:
+    total["seeds"] += 1
+    total["simulated_s"] += lived.seconds
+    total["messages"] += lived.num_messages
+    total["events"] += lived.num_events
+    total["tokens_trained"] += lived.num_tokens
+    total["faults"] = dict(sorted((Counter(total["faults"]) + lived.faults).items()))
+    if lived.broken:
+        total["failed"].append(lived.seed)
+
+
+def _result(total: dict[str, Any]) -> dict[str, Any]:
+    return {
+        **total,
+        "simulated_hours": round(total["simulated_s"] / 3600, 1),
+        "num_faults": sum(total["faults"].values()),
+        "pass": not total["failed"],
     }
+
+
+def _keep(total: dict[str, Any], out: Path | None) -> None:
     if out is not None:
-        out.write_text(json.dumps(found, indent=1) + "\n")
-    print(json.dumps(found))
-    return 1 if failed else 0
+        out.write_text(json.dumps(_result(total), indent=1) + "\n")
 
 
 def _as_json(lived: Lived) -> dict[str, object]:

@@ -127,8 +127,6 @@ def simulated_job(job: Job, folder: Path) -> SimulatedJob:
             f"budget.max_usd_per_hour has room for {affordable} of"
             f" {counted(job.rollout.spot.max_instances, 'spot machine')}"
         )
-    if job.algorithm.max_staleness:
-        notes.append("steps are simulated one after the other: max_staleness makes the run faster")
     asked, most = job.algorithm.prompts_asked_per_step, job.algorithm.most_prompts_per_step
     if most > job.algorithm.prompts_per_step:
         rollouts = "one rollout" if most == asked else f"{1 + job.algorithm.max_refills} rollouts"
@@ -209,6 +207,8 @@ def _preset(job: Job, model: ModelShape, machines: _Machines, head: float | None
             prompt_tokens=max(1, job.algorithm.max_prompt_tokens // 2),
             max_response_tokens=limit,
             turns=_turns(job),
+            max_staleness=job.algorithm.max_staleness,
+            in_flight_updates=job.algorithm.in_flight_updates,
         ),
         assumptions=on_gpus,
     )

@@ -14,10 +14,10 @@ pytestmark = [pytest.mark.e2e, pytest.mark.soak]
 STEPS = 6
 
 
-def test_steps_asked_for_ahead_are_whole_and_trained_once(cli: Any) -> None:
-    job = cli.job(
-        "ahead", algorithm={"steps": STEPS, "max_staleness": 1}, rollout={"spot": {"max_instances": 1}}
-    )
+@pytest.mark.parametrize("in_flight", [False, True], ids=["one version", "in-flight updates"])
+def test_steps_asked_for_ahead_are_whole_and_trained_once(cli: Any, in_flight: bool) -> None:
+    ahead = {"steps": STEPS, "max_staleness": 1, "in_flight_updates": in_flight}
+    job = cli.job("ahead", algorithm=ahead, rollout={"spot": {"max_instances": 1}})
     attached = cli.start("launch", job, "--yes")
     cli.wait("ahead", lambda s: s["step"] >= 2, timeout_s=200)
     cli.process("ahead", "trainer").kill()
@@ -35,4 +35,8 @@ def test_steps_asked_for_ahead_are_whole_and_trained_once(cli: Any) -> None:
     versions = {step.step: step.policy_version for step in found.steps}
     assert versions == {int(line["step"]): int(line["policy_version"]) for line in lines}
     assert cli.json("status", "ahead")["step"] == STEPS
+    if in_flight:
+        assert sum(line["newer_tokens_share"] for line in lines) > 0, "versions were taken up in a step"
+    else:
+        assert not any("newer_tokens_share" in line for line in lines)
     cli.assert_gone("ahead")

@@ -36,6 +36,7 @@ from rlboost_runtime.protocol.messages import (
     InstanceReadyMessage,
     Message,
     SleptMessage,
+    VersionFetchedMessage,
     VersionRefusedMessage,
 )
 from rlboost_runtime.seams import Backoff, Clock
@@ -122,6 +123,9 @@ class EngineHost:
         facts: list[Message] = []
         if self._served is not None and self._ready is not None:
             facts.append(self._ready)
+        pulled = self._pulled
+        if pulled is not None and pulled.version == self._wanted != self._served:
+            facts.append(VersionFetchedMessage(pulled.version))
         if self._sleep_wanted and self._holds_no_memory and not self._owes_slept:
             facts.append(SleptMessage())
         return facts
@@ -389,6 +393,7 @@ class EngineHost:
                 num_bytes, seconds = pulled.pulled_bytes, pulled.pull_s
                 event(log, "version.pulled", version=version, num_bytes=num_bytes, seconds=seconds)
                 self._pulled = pulled
+                self._owner.post(VersionFetchedMessage(version))
                 self._changed.set()
 
     async def _pull_unless_overtaken(self, version: int) -> PullReport | None:

@@ -28,7 +28,14 @@ from rlboost_runtime.coordinator.driver.core_driver import (
 from rlboost_runtime.coordinator.driver.totals import RunTotals
 from rlboost_runtime.coordinator.storage.journal import EventReader, Journal
 from rlboost_runtime.coordinator.storage.token_store import TokenStore
-from rlboost_runtime.core.base.messages import FIRST_REQUEST, Assign, EventsLost, Finished, TokensLost
+from rlboost_runtime.core.base.messages import (
+    FIRST_REQUEST,
+    Assign,
+    EventsLost,
+    Finished,
+    TokensLost,
+    VersionPublished,
+)
 from rlboost_runtime.core.core import Core
 from rlboost_runtime.run.folder import RunFolder, read_json
 from rlboost_runtime.trainer.episodes.outcome import EpisodeResult
@@ -90,6 +97,7 @@ def audit(run: RunFolder) -> Audit:
     said_of_requests: Counter[int] = Counter()
     response_of: dict[int, int] = {}
     has_lost_events = False
+    published: set[int] = set()
     events = EventReader(run.events)
     for event in events:
         has_lost_events |= isinstance(event, EventsLost)
@@ -103,6 +111,8 @@ def audit(run: RunFolder) -> Audit:
             said_of_requests[event.response] = event.num_tokens
         if isinstance(event, TokensLost):
             finished[event.response] -= 1
+        if isinstance(event, VersionPublished):
+            published.add(event.version)
         for command in commands:
             if isinstance(command, Assign):
                 found.assignments[command.response] += 1
@@ -135,6 +145,7 @@ def audit(run: RunFolder) -> Audit:
             lengths,
             found,
             episodes,
+            published=published,
             is_open=step == open_step,
             has_lost_events=has_lost_events,
         )
@@ -193,11 +204,15 @@ def _audit_step(
     found: Audit,
     episodes: _Episodes,
     *,
+    published: set[int],
     is_open: bool,
     has_lost_events: bool,
 ) -> StepAudit:
-    """`has_lost_events`: a power cut may have taken the events of the step's end; then the journal says which
-    responses were finished."""
+    """`published`: all versions, of which a step with in-flight updates may have those from its own on.
+
+    `has_lost_events`: a power cut may have taken the events of the step's end; then the journal says which
+    responses were finished.
+    """
     problems = found.problems
     reader = Journal.read(run.journal, step)
     records = iter(reader)
@@ -221,7 +236,11 @@ def _audit_step(
     store.check()
     if reader.problem and not (reader.is_torn and is_open):
         problems.append(reader.problem)
-    result = StepAudit(step, header.request.policy_version)
+    asked = header.request.policy_version
+    result = StepAudit(step, asked)
+    allowed = {asked}
+    if header.request.in_flight_updates:
+        allowed |= {version for version in published if version > asked}
     if header.request.are_episodes:
         episodes.audit(result, header, len(opened.all_responses()), found, is_open=is_open)
     for response in opened.all_responses() if not header.request.are_episodes else ():
@@ -229,9 +248,9 @@ def _audit_step(
         if finished[response] == 0 and not is_open and not is_whole:
             problems.append(f"step {step}: response {response} never finished")
         segments = store.segments(response)
-        versions = {segment.policy_version for segment in segments}
-        if versions - {header.request.policy_version}:
-            problems.append(f"step {step}: response {response} has tokens of versions {sorted(versions)}")
+        versions = [segment.policy_version for segment in segments]
+        if versions != sorted(versions) or set(versions) - allowed:
+            problems.append(f"step {step}: response {response} has tokens of versions {versions}")
         lengths[response] = store.length(response)
         if finished[response] and found.said.get(response, lengths[response]) != lengths[response]:
             said = f"{found.said[response]} tokens said, {lengths[response]} in the journal"

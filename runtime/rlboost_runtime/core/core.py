@@ -7,7 +7,8 @@ It reads no clock, opens nothing, draws no random number and logs nothing.
 After every event, `check` holds. What it promises a run (design, section 4):
 
 - every response that was asked for ends exactly once: finished, cancelled by another step, or withdrawn;
-- work goes only to an instance that has proved the step's policy version in its present life;
+- work goes only to an instance that has proved, in its present life, the step's policy version, or a newer
+  one where the step goes on under those;
 - a response continues from the tokens it keeps on another instance whenever its own goes;
 - with no spot instance the reserved engines do everything, and get the GPU back from the trainer if need be;
 - a machine is asked to end until the provider reports that it is gone.
@@ -52,6 +53,7 @@ from rlboost_runtime.core.base.messages import (
     Tick,
     TokensLost,
     TrainerLost,
+    VersionFetched,
     VersionPublished,
     VersionRefused,
 )
@@ -79,7 +81,14 @@ from rlboost_runtime.core.window.seeding_window import (
 )
 
 InstanceMessage = (
-    InstanceReady | VersionRefused | Slept | Disconnected | Reconnected | NoticeReceived | InstanceLeft
+    InstanceReady
+    | VersionFetched
+    | VersionRefused
+    | Slept
+    | Disconnected
+    | Reconnected
+    | NoticeReceived
+    | InstanceLeft
 )
 MachineMessage = MachineLaunched | LaunchFailed | MachineGone
 
@@ -99,6 +108,9 @@ class Core:
         self._published_at: float | None = None
         self._trained_at: float | None = None
         self._step_s: float | None = None
+        self._ahead: dict[int, tuple[StepResponses, float]] = {}
+        """Steps that are rolled out and not trained while a later one is rolled out, and how many spot
+        instances there were in the mean."""
         self._num_learned = self._num_prior_steps = 0
         self._rates: dict[str, tuple[float, float]] = {}
         self._presence = CountMeter()
@@ -273,18 +285,27 @@ class Core:
         trainer or for more prompts: its times span two processes, or two rollouts.
         """
         book = self._work.book
-        if book is None or book.last_finished_at is None or book.was_reopened:
+        if book is None:
             return None
+        return self._observed(
+            book, self._presence.mean(at), StepTrained(at, book.step, wait_s, busy_s, handover_s)
+        )
+
+    def _observed(self, book: StepResponses, n_prem: float, event: StepTrained) -> StepObservation | None:
+        if book.last_finished_at is None or book.was_reopened:
+            return None
+        trained_at = book.started_at if self._trained_at is None else self._trained_at
         return StepObservation(
-            n_prem=self._presence.mean(at),
+            n_prem=n_prem,
             n_hat=self._presence.count,
-            t_train_wait=wait_s,
-            t_remote_wait=at - book.last_finished_at,
-            t_train=busy_s,
+            t_train_wait=event.wait_s,
+            t_remote_wait=event.at - book.last_finished_at,
+            t_train=event.busy_s,
             t_remote=book.last_finished_at - book.started_at,
             num_tokens=sum(r.num_tokens for r in book.responses.values()),
-            ended_at=at,
-            t_handover=handover_s,
+            ended_at=event.at,
+            t_handover=event.handover_s,
+            t_before=max(0.0, trained_at - book.started_at),
         )
 
     def response(self, response: int) -> Response:
@@ -374,6 +395,8 @@ class Core:
             case InstanceReady():
                 self._controller.ready(instance, event)
                 self._note_boot(instance, event.at)
+            case VersionFetched():
+                self._controller.fetched(instance, event)
             case VersionRefused():
                 self._controller.refused(instance, event)
             case Slept():
@@ -427,17 +450,26 @@ class Core:
             return
         book = self._work.book
         if book is not None and book.is_for(event):
-            book.was_reopened = True
+            book.was_reopened, book.is_ahead = True, event.keeps_lease
             self._work.add(event)
             self._work.deliver_again()
         else:
-            self._work.open(event)
-            self._presence.restart(event.at)
-            self._seeding.restart()
+            self._open(event)
         if not event.keeps_lease or self._lease.state not in (LeaseState.TRAINER, LeaseState.RECALLING):
             self._lease.open(f"step {event.step} asked for", event.at)
         elif self._lease.state is LeaseState.RECALLING:
             self._context.emit(RecallLease(event.step))  # the recall on its way was of another step
+
+    def _open(self, event: StepStarted) -> None:
+        former = self._work.book
+        is_ahead = event.keeps_lease and former is not None and not (former.trained or former.num_unfinished)
+        if not is_ahead:
+            self._ahead.clear()
+            self._seeding.restart()
+        elif former is not None:  # the window of the step that is trained is still to be learned from
+            self._ahead[former.step] = former, self._presence.mean(event.at)
+        self._work.open(event)
+        self._presence.restart(event.at)
 
     def _on_request(self, event: RequestArrived) -> None:
         if self._context.is_ending:
@@ -455,7 +487,7 @@ class Core:
     def _on_step_trained(self, event: StepTrained) -> None:
         book = self._work.book
         if book is not None and event.step < book.step:
-            self._shrink(event.at)  # a later step is rolled out meanwhile: the window learns nothing
+            self._on_trained_before(event, book)
             return
         if book is None or book.step != event.step or book.num_unfinished:
             self._context.counters.stale_events += 1
@@ -464,12 +496,26 @@ class Core:
             self._context.counters.duplicates += 1
             return
         book.trained = True
-        self._learn_step(event.at)
-        seen = self.observation(event.at, event.wait_s, event.busy_s, event.handover_s)
+        self._learn(self.observation(event.at, event.wait_s, event.busy_s, event.handover_s), event.at)
+        self._shrink(event.at)
+
+    def _learn(self, seen: StepObservation | None, at: float) -> None:
+        """Take in a trained step."""
+        self._learn_step(at)
         if seen is not None:
             self._seeding.learn(seen)
             self._size_fleet()
             self._num_learned += 1
+
+    def _on_trained_before(self, event: StepTrained, book: StepResponses) -> None:
+        """A step is trained while a later one is rolled out."""
+        rolled_out = self._ahead.pop(event.step, None)
+        for step in [step for step in self._ahead if step < event.step]:
+            del self._ahead[step]
+        if rolled_out is not None:
+            self._learn(self._observed(*rolled_out, event), event.at)
+        if book.step == event.step + 1:
+            self._lease_controller.trained_before(self._eligible.num_live_spot)
         self._shrink(event.at)
 
     def _note_boot(self, instance: Instance, at: float) -> None:
@@ -630,8 +676,10 @@ class Core:
             self._fleet.grow(self.useful_instances, self._most_machines(), self.now)
 
     def _refresh_eligible(self) -> None:
+        oldest, newest = self._served_versions()
         terms = Terms(
-            version=self._served_version(),
+            version=oldest,
+            newest=newest,
             reserved_may=self._lease.state is LeaseState.ENGINES,
             is_ending=self._context.is_ending,
         )
@@ -641,19 +689,23 @@ class Core:
         if self._eligible.num_present_spot != self._presence.count:
             self._presence.set(self._eligible.num_present_spot, self.now)
 
-    def _served_version(self) -> int | None:
-        """The version under which work is given out: the step's; without a step to roll out, requests get
-        the one that the fleet is to load."""
+    def _served_versions(self) -> tuple[int | None, int | None]:
+        """The oldest and the newest version under which work is given out: the step's, with in-flight updates
+        up to the newest; without a step to roll out, requests get the one that the fleet is to load."""
         book = self._work.book
         is_asked = bool(self._work.requests.responses) or self.config.autoscaling is not None
         if is_asked and (book is None or not book.num_unfinished):
-            return self._target_version()
-        return None if book is None else book.policy_version
+            target = self._target_version()
+            return target, target
+        if book is None:
+            return None, None
+        return book.policy_version, self._newest_version if book.in_flight_updates else book.policy_version
 
     def _target_version(self) -> int | None:
         """The version to load: the open step's while it has work left, else the newest."""
         book, newest = self._work.book, self._newest_version
-        if book is not None and book.num_unfinished and newest is not None and book.policy_version < newest:
+        is_open = book is not None and book.num_unfinished and not book.in_flight_updates
+        if book is not None and is_open and newest is not None and book.policy_version < newest:
             return book.policy_version
         return newest
 

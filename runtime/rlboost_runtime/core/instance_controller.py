@@ -24,6 +24,7 @@ from rlboost_runtime.core.base.messages import (
     ReleaseReason,
     Sleep,
     Slept,
+    VersionFetched,
     VersionRefused,
     Wake,
 )
@@ -166,13 +167,32 @@ class InstanceController:
         self._context.timers.cancel(Timer.RELOAD, instance.instance)
         self.changed[instance.instance] = None
         book = self._work.book
-        wanted = self.target if book is None or not book.num_unfinished else book.policy_version
-        if wanted is not None and wanted != event.version:
+        is_open = book is not None and book.num_unfinished
+        if not (book.takes(event.version) if book is not None and is_open else event.version == self.target):
             self._work.abort_all(instance)
         if self.target is not None and event.version != self.target:
             self._awaits_order[instance.instance] = None
             if event.version > self.target:  # it loaded past what is asked for: a step was rolled back
                 instance.apply(InstanceEvent.ORDER_VOIDED, event.at)
+
+    def fetched(self, instance: Instance, event: VersionFetched) -> None:
+        """It has a version's files: in a step with in-flight updates it hands over what it runs, and loads.
+
+        Until then it is given work under its older version, so no token waits for a pull.
+        """
+        self._renew(instance)
+        book = self._work.book
+        is_wanted = (
+            book is not None
+            and book.in_flight_updates
+            and book.num_unfinished
+            and event.version == self.target != instance.version
+        )
+        if not is_wanted or not instance.accepts(InstanceEvent.SWAP_BEGUN):
+            return
+        instance.apply(InstanceEvent.SWAP_BEGUN, event.at, f"version {event.version}")
+        self.changed[instance.instance] = None
+        self._work.abort_all(instance)
 
     def refused(self, instance: Instance, event: VersionRefused) -> None:
         """It could not load a version, so it serves nothing; order it again a few times."""
@@ -273,9 +293,12 @@ class InstanceController:
         """Order the instances that do not have the order yet to load the version `target`."""
         if target != self.target:
             self.target = target
-            for name in self._instance_table.instances:
+            for name, instance in self._instance_table.instances.items():
                 self._awaits_order[name] = None
                 self._context.timers.cancel(Timer.RELOAD, name)
+                if instance.is_swapping:
+                    instance.apply(InstanceEvent.SWAP_VOIDED, self._context.now)
+                    self.changed[name] = None
         names, self._awaits_order = self._awaits_order, {}
         for name in names:
             self._order_load(self._instance_table.instances[name])

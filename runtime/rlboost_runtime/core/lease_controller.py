@@ -61,7 +61,7 @@ class LeaseInputs:
     has_reserved: bool
     """Reserved instances are configured, or one has joined."""
     can_recall: bool
-    """A reserved instance is connected, so that a recall is of use."""
+    """A recall is of use: a reserved instance is connected, and the trainer has no earlier step to train."""
     t_seed_s: float
     only_serves: bool = False
     """There is no trainer who would want the GPUs."""
@@ -97,9 +97,9 @@ class GpuLease:
         self._lifecycle.move(LeaseState.TRAINER, "all reserved engines asleep", at)
         self.unserved_since = None
 
-    def recall(self, at: float) -> None:
+    def recall(self, why: str, at: float) -> None:
         """The trainer is asked to give them back."""
-        self._lifecycle.move(LeaseState.RECALLING, "work is left and no spot instance serves", at)
+        self._lifecycle.move(LeaseState.RECALLING, why, at)
         self.unserved_since = None
 
     def reason_to_close(self, inputs: LeaseInputs) -> str | None:
@@ -189,6 +189,24 @@ class LeaseController:
         self._watch_window(inputs, look_at)
         self._watch_recall(inputs, waits_until)
 
+    def trained_before(self, num_live: int) -> None:
+        """The step before the open one is trained: the trainer would wait for the open one, holding the GPUs.
+        They are recalled for the window that a step has at its start, unless there is to be none."""
+        book, now = self._work.book, self._context.now
+        assert book is not None
+        book.is_ahead = False
+        self._seeding.restart()
+        can_help = any(i.is_connected for i in self._instance_table.reserved.values())
+        if not book.num_unfinished or not can_help or self.lease.state is not LeaseState.TRAINER:
+            return
+        self._seeding.look(OpenWindow(now, now, num_live), book)
+        if not self._seeding.skips_window:
+            self._recall("the step before is trained")
+
+    def _recall(self, why: str) -> None:
+        self.lease.recall(why, self._context.now)
+        self._context.emit(RecallLease(self._step()))
+
     def _waits_until(self) -> float | None:
         """Return until when loading spot instances are as good as serving ones; None: they are not."""
         if self._work.book is None or not self._seeding.skips_window:
@@ -202,13 +220,14 @@ class LeaseController:
             self._seeding.woken(self._context.now - self.lease.opened_at)
 
     def _inputs(self, has_serving_spot: bool) -> LeaseInputs:
-        reserved = self._instance_table.reserved
+        reserved, book = self._instance_table.reserved, self._work.book
         return LeaseInputs(
             now=self._context.now,
             num_unfinished=self._work.num_unfinished,
             has_serving_spot=has_serving_spot,
             has_reserved=self._context.config.reserved_instances > 0 or bool(reserved),
-            can_recall=any(i.is_connected for i in reserved.values()),
+            can_recall=not (book is not None and book.is_ahead)
+            and any(i.is_connected for i in reserved.values()),
             t_seed_s=self._seeding.t_seed_s,
             only_serves=self._context.config.autoscaling is not None,
         )
@@ -248,9 +267,8 @@ class LeaseController:
             self._context.timers.set(Timer.RECALL, "", due)
             return
         self._context.timers.cancel(Timer.RECALL, "")
-        self.lease.recall(inputs.now)
         self._context.counters.recalls += 1
-        self._context.emit(RecallLease(self._step()))
+        self._recall("work is left and no spot instance serves")
 
     def _step(self) -> int:
         assert self._work.book is not None, "the lease moves only for a step"

@@ -44,6 +44,10 @@ _TABLE: tuple[Metric, ...] = (
         "staleness", _STEP, "count", "Updates between the weights that generated and those that are trained.",
         "0, at most algorithm.max_staleness", better="low",
     ),
+    Metric(
+        "newer_tokens_share", _STEP, "share",
+        "Tokens sampled from versions that were published after the step was requested (in_flight_updates).",
+    ),
     Metric("learning_rate", _STEP, "", "Learning rate of the step, warm-up included."),
     Metric(
         "prompts_skipped", _STEP, "count", "Prompts left out so far because they are too long.",

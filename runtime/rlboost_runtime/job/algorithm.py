@@ -223,8 +223,12 @@ class Algorithm(Model):
     2e-5."""
     max_staleness: int = Field(default=0, ge=0, le=8)
     """Maximum policy lag, in updates, between sampling and training. 0: synchronous. From 1 on,
-    spot machines roll out the next steps while one is trained; a response is never cut for a new version, it
-    finishes under the one that it began with."""
+    spot machines roll out the next steps while one is trained; without in_flight_updates a response finishes
+    under the version that it began with."""
+    in_flight_updates: bool = False
+    """Load a version as soon as it is published, in the middle of a step: responses continue under it, and
+    each token keeps the log-probability that it was sampled with (PipelineRL). Needs max_staleness from 1
+    on."""
     seed: Seed = 0
     """Seed of the order of prompts, of adapters and of torch. Responses differ from run to run nevertheless
     (docs/comparing.md)."""
@@ -262,6 +266,15 @@ class Algorithm(Model):
             raise ValueError(
                 f"zero_variance_groups is {self.zero_variance_groups}, but a single response has no variance;"
                 " write keep, or a group_size of at least 2"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _updates_can_be_in_flight(self) -> Self:
+        if self.in_flight_updates and not self.max_staleness:
+            raise ValueError(
+                "in_flight_updates is true, but max_staleness is 0: no version is published while a step is"
+                " rolled out; write max_staleness: 1, or remove it"
             )
         return self
 

@@ -241,6 +241,22 @@ class Job(Model):
         return self
 
     @model_validator(mode="after")
+    def _updates_can_be_in_flight(self) -> Self:
+        if not self.algorithm.in_flight_updates:
+            return self
+        if self.environment is not None:
+            raise ValueError(
+                "algorithm.in_flight_updates is true, but the turns of an environment's episodes have one"
+                " version; remove one of them"
+            )
+        if self.trainer.script is not None:
+            raise ValueError(
+                "algorithm.in_flight_updates is for RLBoost's own trainer, but trainer.script is set; remove"
+                " one of them"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _a_curriculum_sees_rewards(self) -> Self:
         if all(each.curriculum is None for each in data_sources(self.data)):
             return self

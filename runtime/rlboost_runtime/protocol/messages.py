@@ -24,7 +24,7 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
-SCHEMA = (2, 3)
+SCHEMA = (2, 4)
 """(major, minor). Peers of the same major understand each other; a higher minor only adds fields."""
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
@@ -184,6 +184,12 @@ class PeerListening(Message, frozen=True, omit_defaults=True):
     """Opens this instance's server and nothing else."""
 
 
+class VersionFetchedMessage(Message, frozen=True):
+    """The files of `version` are here; they are applied once the engine holds no request."""
+
+    version: Count
+
+
 class VersionRefusedMessage(Message, frozen=True, omit_defaults=True):
     """`version` could not be pulled, applied or proved; the engine serves nothing until another load."""
 
@@ -295,6 +301,7 @@ AgentMessage = (
     | Frame
     | HeartbeatMessage
     | InstanceReadyMessage
+    | VersionFetchedMessage
     | VersionRefusedMessage
     | SleptMessage
     | NoticeReceivedMessage
@@ -365,6 +372,9 @@ class StepStartedMessage(Message, frozen=True, omit_defaults=True, tag="StepRequ
     are_episodes: bool = False
     """Environments drive the responses, and the trainer has them: it says when each is over
     (`EpisodeEnded`), and no group is delivered."""
+    in_flight_updates: bool = False
+    """Its responses go on under versions that are published meanwhile; each segment of a delivered response
+    says under which it was made."""
 
     def begins(self, other: StepStartedMessage) -> bool:
         """Return True if `other` requests the same, with the same prompts and perhaps more behind them."""

@@ -30,6 +30,7 @@ from rlboost_runtime.core.base.messages import (
     ReleaseReason,
     Sleep,
     Slept,
+    VersionFetched,
     Wake,
 )
 from rlboost_runtime.sim.clock import Agenda, SharedLink, SimTransfer
@@ -322,10 +323,10 @@ class SimAgent:
         self._ordered = version
         self.is_loading = True
         if not self.costs.weight_bytes:
-            self._fetched = version
-            self._host.will_settle(self)
+            self._has_fetched(version)
             return
-        self._host.activity(self, "pull")
+        if not self.engine.sequences:
+            self._host.activity(self, "pull")
         self._transfer = self._host.link.start(
             self._wire_bytes(), self.costs.link_bytes_per_s, lambda: self._fetch_done(version)
         )
@@ -335,8 +336,13 @@ class SimAgent:
 
     def _fetch_done(self, version: int) -> None:
         wire_bytes = self._wire_bytes()
-        self._transfer, self._fetched = None, version
+        self._transfer = None
         self._host.pulled(self.machine, version, wire_bytes)
+        self._has_fetched(version)
+
+    def _has_fetched(self, version: int) -> None:
+        self._fetched = version
+        self._report(VersionFetched(self._host.agenda.now, self.instance, self.epoch, version))
         self._host.will_settle(self)
 
     def _apply_if_fetched(self) -> None:

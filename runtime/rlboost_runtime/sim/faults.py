@@ -40,6 +40,7 @@ from rlboost_runtime.core.base.messages import (
     StepStarted,
     StepTrained,
     TerminateMachine,
+    VersionPublished,
     Wake,
 )
 from rlboost_runtime.sim.policies import ORACLE, POLICIES, Switches, policy_setup
@@ -68,7 +69,9 @@ class Referee:
     def __init__(self) -> None:
         self.num_finished = 0
         self.num_events = 0
-        self._version = -1
+        self._step, self._version = -1, -1
+        self._newest, self._takes_newer = -1, False
+        """The version published last, and whether the open step's responses go on under it."""
         self._group: dict[int, int] = {}
         """Group by response of the open step."""
         self._open: set[int] = set()
@@ -101,16 +104,18 @@ class Referee:
 
     def _take_in(self, event: Event) -> None:
         match event:
+            case VersionPublished(version=version):
+                self._newest = max(self._newest, version)
             case StepStarted():
-                self._has_gpu = False
-                if event.policy_version != self._version or not self._group:
+                self._has_gpu = self._has_gpu and event.keeps_lease
+                if (event.step, event.policy_version) != (self._step, self._version) or not self._group:
                     self._open_step(event)
                 else:
                     self._delivered.clear()
             case RequestArrived(request=request):
                 self._open.add(request.response)
                 self._tokens[request.response] = 0
-            case StepTrained():
+            case StepTrained(step=step) if step == self._step:
                 self.check_done()
             case LeaseReturned():
                 self._has_gpu = False
@@ -142,7 +147,10 @@ class Referee:
                 pass
 
     def _open_step(self, event: StepStarted) -> None:
-        self._version = event.policy_version
+        if event.keeps_lease:
+            self.check_done()
+        self._step, self._version = event.step, event.policy_version
+        self._takes_newer = event.in_flight_updates
         self._group = {r.response: r.group for r in event.requests}
         assert not self._ended & self._group.keys(), "a response's number was used twice"
         self._open = set(self._group)
@@ -217,7 +225,9 @@ class Referee:
         life, response = self._lives.get(command.instance), command.response
         assert life is not None, f"work for {command.instance}, which does not exist"
         assert life.epoch == command.epoch, f"work for a former life of {command.instance}"
-        assert life.version == self._version, f"{command.instance} has not proved version {self._version}"
+        newest = self._newest if self._takes_newer else self._version
+        proved = life.version is not None and self._version <= life.version <= newest
+        assert proved, f"{command.instance} has not proved version {self._version}"
         assert response in self._open, f"response {response} is over, or of another step"
         assert command.assignment not in self._used, "an assignment's number was used twice"
         assert life.pool is Pool.SPOT or not self._has_gpu, "work on the trainer's GPU"
@@ -260,6 +270,8 @@ def small_preset(random: Random) -> Preset:
         prompt_tokens=100,
         max_response_tokens=random.choice((300, 1_500)),
     )
+    workload = replace(workload, max_staleness=random.choice((0, 0, 1, 2)))
+    workload = replace(workload, in_flight_updates=workload.max_staleness > 0 and random.random() < 0.7)
     known = presets()["paper-8b"]
     assumptions = replace(
         known.assumptions, length_median=400.0, boot_s=5.0, optimizer_s=1.0, wake_s=1.0, sleep_s=1.0

@@ -238,6 +238,10 @@ class Workload:
     turns: Turns | None = None
     """None: each rollout is one response. Else `Assumptions.length_median` is of all that an episode samples,
     and `max_response_tokens` bounds that with what the environment adds."""
+    max_staleness: int = 0
+    """So many steps are rolled out ahead of the one that is trained (the job's `algorithm.max_staleness`)."""
+    in_flight_updates: bool = False
+    """Responses go on under versions that are published meanwhile."""
 
     @property
     def responses(self) -> int:

@@ -1,6 +1,9 @@
 """The trainer as seconds: it asks for steps, trains on finished groups in micro-batches while it has the
 GPUs, and publishes.
 
+With `Workload.max_staleness` it asks for a step as soon as all groups of the newest one are there, so many
+steps ahead of the one that it trains, and keeps the GPUs.
+
 A response costs some forward passes (`Assumptions.forward_passes`). A micro-batch takes whole
 groups, at least `micro_batch_responses` of them and whatever else is ready, up to `MAX_SHARE` of the step,
 so that a recall is answered soon.
@@ -9,6 +12,8 @@ so that a recall is answered soon.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from rlboost_runtime.core.base.messages import (
@@ -20,7 +25,7 @@ from rlboost_runtime.core.base.messages import (
 )
 from rlboost_runtime.sim.clock import Agenda
 from rlboost_runtime.sim.presets import Preset
-from rlboost_runtime.sim.responses import ResponseStore, draw_lengths
+from rlboost_runtime.sim.responses import ResponseStore, StepLengths, draw_lengths
 from rlboost_runtime.sim.result import Activity
 
 MAX_SHARE = 1 / 16
@@ -41,11 +46,11 @@ class TrainerHost(Protocol):
     def trainer_activity(self, what: Activity) -> None:
         """The reserved node does something else now."""
 
-    def step_began(self, step: int) -> None:
-        """A step is asked for in this moment."""
+    def step_began(self, *, gives_back: bool) -> None:
+        """The trainer begins with a step; `gives_back`: others may have its GPUs meanwhile."""
 
-    def step_ended(self, step: int, wait_s: float, train_s: float) -> None:
-        """A step is trained and published."""
+    def step_ended(self, step: int, wait_s: float, train_s: float, tokens: Sequence[int]) -> None:
+        """A step is trained and published, with responses of so many tokens."""
 
     def all_loaded(self) -> bool:
         """Return True if every spot instance serves the newest version that it was ordered to load."""
@@ -59,20 +64,35 @@ def train_s(preset: Preset, lengths: list[tuple[int, int]]) -> float:
     return preset.assumptions.forward_passes * work / rate + calibration.micro_batch_s
 
 
+@dataclass
+class _Step:
+    """A step that was asked for and is not trained yet."""
+
+    number: int
+    lengths: StepLengths
+    num_missing: int
+    """Responses that have not arrived."""
+    num_left: int
+    """Responses that are not trained."""
+    ready: deque[tuple[int, int]] = field(default_factory=deque)
+    """Prompt and response tokens of those that may be trained now."""
+
+
 class SimTrainer:
-    """One trainer; `step` is the open one."""
+    """One trainer."""
 
     def __init__(
         self, host: TrainerHost, preset: Preset, seed: int, *, waits_for_weights: bool, weight_bytes: int
     ) -> None:
-        self.step = -1
+        self._steps: deque[_Step] = deque()
+        """The one that is trained first; all but the last have arrived."""
+        self._next_step = 0
+        self._version = 0
         self._weight_bytes = weight_bytes
         self._host = host
         self._preset = preset
         self._seed = seed
         self._waits_for_weights = waits_for_weights
-        self._ready: deque[int] = deque()
-        self._num_left = 0
         self._has_lease = False
         self._is_busy = False
         self._is_recalled = False
@@ -88,14 +108,28 @@ class SimTrainer:
     def group_finished(self, group: int) -> None:
         """A group is finished."""
         if self._preset.assumptions.trains_whole_groups:
-            self._ready.extend(self._host.responses.members_of(group))
-            self._try()
+            self._arrived(self._host.responses.members_of(group))
 
     def response_finished(self, response: int) -> None:
         """A response is finished."""
         if not self._preset.assumptions.trains_whole_groups:
-            self._ready.append(response)
-            self._try()
+            self._arrived((response,))
+
+    def _arrived(self, responses: Sequence[int]) -> None:
+        newest = self._steps[-1]
+        newest.ready.extend(self._host.responses.lengths_of(response) for response in responses)
+        newest.num_missing -= len(responses)
+        self._try()
+        if self._may_ask_ahead():
+            self._host.agenda.after(0.0, self._ask_ahead)
+
+    def _may_ask_ahead(self) -> bool:
+        steps = self._steps
+        return 0 < len(steps) <= self._preset.workload.max_staleness and not steps[-1].num_missing
+
+    def _ask_ahead(self) -> None:
+        if self._may_ask_ahead():
+            self._open()
 
     def granted(self) -> None:
         """The GPUs are the trainer's."""
@@ -111,29 +145,42 @@ class SimTrainer:
             self._give_back()
 
     def _open(self) -> None:
-        self.step += 1
-        preset, now = self._preset, self._host.agenda.now
-        lengths = draw_lengths(preset.workload, preset.assumptions, self._seed, self.step)
+        """Ask for the next step, to be trained now or after those that were asked for before."""
+        preset, now, number = self._preset, self._host.agenda.now, self._next_step
+        self._next_step += 1
+        is_ahead = bool(self._steps)
+        lengths = draw_lengths(preset.workload, preset.assumptions, self._seed, number)
         requests = self._host.responses.open_step(lengths)
-        self._ready.clear()
-        self._num_left = preset.workload.responses
-        self._has_lease = self._is_recalled = False
+        self._steps.append(_Step(number, lengths, preset.workload.responses, preset.workload.responses))
+        if not is_ahead:
+            self._has_lease = self._is_recalled = False
+            self._begin_step(gives_back=True)
+        self._host.send(
+            StepStarted(
+                now,
+                number,
+                self._version,
+                requests,
+                keeps_lease=is_ahead,
+                are_episodes=preset.workload.turns is not None,
+                in_flight_updates=preset.workload.in_flight_updates,
+            )
+        )
+
+    def _begin_step(self, *, gives_back: bool) -> None:
         self._wait_s = self._train_s = 0.0
-        self._host.step_began(self.step)
-        are_episodes = preset.workload.turns is not None
-        self._host.send(StepStarted(now, self.step, self.step, requests, are_episodes=are_episodes))
+        self._host.step_began(gives_back=gives_back)
 
     def _try(self) -> None:
-        if not self._has_lease or self._is_busy or not self._num_left:
+        if not self._has_lease or self._is_busy or not self._steps or not self._steps[0].num_left:
             return
-        enough = self._preset.assumptions.micro_batch_responses
-        if len(self._ready) < min(enough, self._num_left):
+        enough, step = self._preset.assumptions.micro_batch_responses, self._steps[0]
+        if len(step.ready) < min(enough, step.num_left):
             return
         most = max(enough, int(MAX_SHARE * self._preset.workload.responses))
-        batch = [self._ready.popleft() for _ in range(min(most, len(self._ready)))]
-        self._num_left -= len(batch)
-        lengths = [self._host.responses.lengths_of(response) for response in batch]
-        seconds = train_s(self._preset, lengths)
+        batch = [step.ready.popleft() for _ in range(min(most, len(step.ready)))]
+        step.num_left -= len(batch)
+        seconds = train_s(self._preset, batch)
         self._stop_waiting()
         self._is_busy = True
         self._train_s += seconds
@@ -142,7 +189,7 @@ class SimTrainer:
 
     def _trained(self) -> None:
         self._is_busy = False
-        if not self._num_left:
+        if not self._steps[0].num_left:
             self._optimize()
             return
         self._idle_since = self._host.agenda.now
@@ -164,6 +211,7 @@ class SimTrainer:
             self._idle_since = None
 
     def _optimize(self) -> None:
+        self._is_busy = True
         self._host.trainer_activity("optimizer")
         self._host.agenda.after(self._preset.assumptions.optimizer_s, self._gather)
 
@@ -172,15 +220,30 @@ class SimTrainer:
         self._host.agenda.after(self._preset.assumptions.gather_s, self._publish)
 
     def _publish(self) -> None:
-        now, assumptions = self._host.agenda.now, self._preset.assumptions
+        now, assumptions, step = self._host.agenda.now, self._preset.assumptions, self._steps.popleft()
+        self._is_busy = False
         busy_s = self._train_s + assumptions.optimizer_s + assumptions.gather_s
-        self._host.send(VersionPublished(now, self.step + 1, self._weight_bytes))
-        self._host.send(StepTrained(now, self.step, self._wait_s, busy_s))
-        self._host.step_ended(self.step, self._wait_s, self._train_s)
-        if self._waits_for_weights:
+        self._version += 1
+        self._host.send(VersionPublished(now, self._version, self._weight_bytes))
+        self._host.send(StepTrained(now, step.number, self._wait_s, busy_s))
+        self._host.step_ended(step.number, self._wait_s, self._train_s, step.lengths.tokens)
+        if self._steps:
+            self._go_on()
+        elif self._waits_for_weights:
             self._host.agenda.after(0.0, self._open_when_loaded)
         else:
             self._open()
+
+    def _go_on(self) -> None:
+        """Train the next step, which was asked for before; the GPUs are kept, unless they are wanted back."""
+        self._begin_step(gives_back=False)
+        self._ask_ahead()
+        if self._is_recalled:
+            self._give_back()
+            return
+        self._host.trainer_activity("wait")
+        self._idle_since = self._host.agenda.now
+        self._try()
 
     def _open_when_loaded(self) -> None:
         if self._host.all_loaded():

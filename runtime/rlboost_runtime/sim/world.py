@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from rlboost_runtime.core.base.messages import (
@@ -243,9 +243,10 @@ class World:
         """The reserved node's activity changes."""
         self.recorder.begin(RESERVED, what, self.agenda.now)
 
-    def step_began(self, step: int) -> None:
-        """The trainer asks for a step."""
-        self.trainer_activity("hand-over")
+    def step_began(self, *, gives_back: bool) -> None:
+        """The trainer begins with a step."""
+        if gives_back:
+            self.trainer_activity("hand-over")
         if self._episodes is not None:
             self._episodes.begin()
         now = self.agenda.now
@@ -260,24 +261,23 @@ class World:
             redone=self.responses.tokens_redone,
         )
 
-    def step_ended(self, step: int, wait_s: float, train_s: float) -> None:
+    def step_ended(self, step: int, wait_s: float, train_s: float, tokens: Sequence[int]) -> None:
         """The trainer has published."""
         began, now = self._step_began, self.agenda.now
         observed = self.core.observation(now, wait_s, train_s)
-        goals = list(self.responses.tokens.values())
         self.recorder.rows.append(
             StepRow(
                 step=step,
                 started_s=began.at,
                 seconds=now - began.at,
-                tokens=sum(goals),
+                tokens=sum(tokens),
                 t_seed_s=began.t_seed_s,
                 seeded_s=self.recorder.reserved_s("seed", now) - began.seeded_s,
                 wait_s=wait_s,
                 train_s=train_s,
-                spot_instances=0.0 if observed is None else observed.n_prem,
+                spot_instances=self._num_present() if observed is None else observed.n_prem,
                 useful_instances=self.core.useful_instances,
-                longest_tokens=max(goals),
+                longest_tokens=max(tokens),
                 usd=self._usd() - began.usd,
                 migrations=self.core.counters.migrations - began.migrations,
                 tokens_redone=self.responses.tokens_redone - began.redone,
@@ -291,6 +291,9 @@ class World:
             "egress": self.egress_usd,
             "spot hours": spot_s / 3600.0,
         }
+
+    def _num_present(self) -> float:
+        return sum(i.is_present for i in self.core.instances.values() if i.pool is Pool.SPOT)
 
     def _usd(self) -> float:
         reserved = self._preset.reserved_usd_per_hour * self.agenda.now / 3600.0

@@ -68,6 +68,7 @@ from rlboost_runtime.trainer.rollout.metrics import (
     MetricsLog,
     choice_metrics,
     group_metrics,
+    newer_tokens,
     pick_samples,
 )
 from rlboost_runtime.trainer.rollout.step_stream import Waits
@@ -131,6 +132,7 @@ class TrainerLoop:
             policy.decode, scorer, algorithm,
             None if self._episodes is None else self._episodes.of_group,
             "" if self._episodes is None else self._episodes.name,
+            lambda: client.version,
         )  # fmt: skip
         client.stream.on_recall(self._residency.free)
         self._stream = client.stream.on_group(self._scorer.start)
@@ -254,6 +256,7 @@ class TrainerLoop:
             "staleness": float(requested.staleness),
             **(group_metrics(groups) | selection.metrics() if groups else {}),
             **self._evaluation(requested, held_out),
+            **(newer_tokens(groups) if self._job.algorithm.in_flight_updates and groups else {}),
             **self._learner.metrics(),
             **choice_metrics(groups, self._job.algorithm),
             "learning_rate": self._learner.learning_rate(step),
@@ -332,7 +335,7 @@ class TrainerLoop:
             step, version, [prompt_spec(*each, algorithm) for each in enumerate(requested.prompts)],
             group_size=algorithm.group_size, max_response_tokens=algorithm.max_response_tokens,
             stop_token_ids=self._policy.stop_token_ids, keep_lease=step != training,
-            are_episodes=self._episodes is not None,
+            are_episodes=self._episodes is not None, in_flight_updates=algorithm.in_flight_updates,
         )  # fmt: skip
         return requested
 

@@ -101,8 +101,8 @@ def test_an_acknowledgement_before_the_journal_is_found(monkeypatch: pytest.Monk
 def test_a_response_that_continues_without_its_kept_tokens_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = OpenStep.work
 
-    def work(self: OpenStep, response: int, assignment: int, kept: bytes) -> WorkItem:
-        item = plain(self, response, assignment, kept)
+    def work(self: OpenStep, response: int, assignment: int, kept: bytes, version: int) -> WorkItem:
+        item = plain(self, response, assignment, kept, version)
         return msgspec.structs.replace(item, token_ids=self.prompt_of(response).token_ids)
 
     monkeypatch.setattr(OpenStep, "work", work)
@@ -124,6 +124,8 @@ def test_a_supervisor_that_takes_over_nothing_is_found(monkeypatch: pytest.Monke
     assert "a supervisor killed a living" in first_broken("supervisor killed")
 
 
+@pytest.mark.soak  # each seed waits ten minutes of its own time: ten seconds
+@pytest.mark.e2e
 def test_a_pull_that_waits_for_ever_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_children, "PROGRESS_TIMEOUT_S", 1e6)
     assert "the run did not end" in first_broken("puller hangs")

@@ -465,7 +465,7 @@ def test_held_out_prompts_are_answered_and_never_trained(tmp_path):
         "prompts_resting_unsolved",
         "prompts_passed_over",
     }  # of a curriculum
-    general |= {"lag_kl"}  # of max_staleness
+    general |= {"lag_kl", "newer_tokens_share"}  # of max_staleness
     general |= {"router_aux_loss", "router_replay_moved_share"}  # of a mixture of experts
     general |= episode_metrics([]).keys()
     assert {described(name).name for name in set().union(*table)} == (

@@ -47,11 +47,11 @@ def test_groups_of_different_sizes_lie_one_after_the_other():
 
 
 def test_work_goes_on_behind_what_is_kept_under_the_prompts_own_limit_and_sampling():
-    item = STEP.work(102, 9, token_ids(8, 8))
+    item = STEP.work(102, 9, token_ids(8, 8), 3)
     assert (item.token_ids, item.offset, item.max_new_tokens) == (token_ids(3, 8, 8), 2, 48)
-    assert (item.assignment, item.policy_version, item.sampling) == (9, 7, GREEDY)
-    assert STEP.work(105, 9, b"").token_ids == token_ids(4, 5, 6)
-    assert STEP.work(105, 9, b"").sampling is None
+    assert (item.assignment, item.policy_version, item.sampling) == (9, 3, GREEDY)
+    assert STEP.work(105, 9, b"", 3).token_ids == token_ids(4, 5, 6)
+    assert STEP.work(105, 9, b"", 3).sampling is None
 
 
 def test_status_counts_the_tokens_of_a_step_that_the_core_lost_in_a_power_cut() -> None:

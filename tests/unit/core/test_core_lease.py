@@ -259,7 +259,7 @@ def test_a_step_asked_for_ahead_leaves_the_gpu_with_the_trainer(new_run) -> None
     assert not run.core.step.trained
 
 
-def test_a_recall_that_crosses_a_step_asked_for_ahead_is_said_again(new_run) -> None:
+def test_a_trainer_with_an_earlier_step_to_train_keeps_the_gpu_without_spot_instances(new_run) -> None:
     run = new_run(reserved_instances=1, seeding_initial_s=0.0)
     run.publish()
     run.reserved()
@@ -268,8 +268,53 @@ def test_a_recall_that_crosses_a_step_asked_for_ahead_is_said_again(new_run) -> 
     run.finish(0)
     run.step(1, ahead=True)
     run.send(InstanceLeft(run.now, "a", run.epoch("a"), LossCause.MACHINE_GONE))
-    assert RecallLease(1) in run.until(run.now + run.core.config.recall_after_s + 1.0)
+    assert RecallLease(1) not in run.until(run.now + 2 * run.core.config.recall_after_s)
+    assert RecallLease(1) in run.send(StepTrained(run.now, 0, 0.0, 1.0)), "it would wait from now on"
+
+
+def test_reserved_engines_help_with_a_step_asked_for_ahead_once_the_one_before_is_trained(new_run) -> None:
+    run = new_run(reserved_instances=1, seeding_initial_s=20.0)
+    run.publish()
+    run.reserved()
+    run.spot("a", max_running=1)
+    run.step()
+    run.until(25.0)
+    run.finish(0)
+    run.slept("head-0")
+    run.step(1, groups=3, ahead=True)
+    run.send(StepTrained(run.now, 0, 0.0, 1.0))
+    opened = run.now
+    assert Wake("head-0", 1) in run.send(LeaseReturned(run.now))
+    assert run.assigned(run.ready("head-0")), "it has a part of the step"
+    run.until(opened + 19.0)
+    assert run.core.lease is LeaseState.ENGINES
+    run.until(opened + 21.0)
+    assert run.core.lease is not LeaseState.ENGINES, "the window is over"
+
+
+def test_no_window_is_opened_for_a_step_that_is_finished(new_run) -> None:
+    run = new_run(reserved_instances=1, seeding_initial_s=0.0)
+    run.publish()
+    run.reserved()
+    run.spot("a")
+    run.step()
+    run.finish(0)
+    run.step(1, ahead=True)
+    run.finish(1)
+    assert run.send(StepTrained(run.now, 0, 0.0, 1.0)) == []
+
+
+def test_a_recall_that_crosses_a_step_asked_for_ahead_is_said_again(new_run) -> None:
+    run = new_run(reserved_instances=1, seeding_initial_s=0.0)
+    run.publish()
+    run.reserved()
+    run.spot("a")
+    run.step()
+    run.finish(0)
+    run.step(1, ahead=True)
+    assert RecallLease(1) in run.send(StepTrained(run.now, 0, 0.0, 1.0))
     assert run.core.lease is LeaseState.RECALLING
+    run.send(InstanceLeft(run.now, "a", run.epoch("a"), LossCause.MACHINE_GONE))
     assert RecallLease(2) in run.step(2, ahead=True), "the trainer takes recalls of its present step only"
     assert Wake("head-0", 1) in run.send(LeaseReturned(run.now))
     assert run.core.lease is LeaseState.ENGINES

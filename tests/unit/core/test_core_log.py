@@ -33,6 +33,7 @@ EVENTS: list[m.Event] = [
     m.TrainerLost(4.0),
     m.InstanceJoined(4.5, "spot-1/0", "spot-1", m.Pool.SPOT, 3, 16, 100_000),
     m.InstanceReady(5.0, "a", 3, 0),
+    m.VersionFetched(5.2, "a", 3, 1),
     m.VersionRefused(5.5, "a", 3, 0, 'digest "x"\nof chunk\u2028 3 ü'),
     m.Slept(6.0, "a", 3),
     m.Heartbeat(6.5, "a", 3, 2**53 + 1, ((1, 2), (3, 4))),

@@ -59,6 +59,38 @@ def test_every_promise_holds_under_churn(policy: str) -> None:
     )
 
 
+def ahead(max_staleness: int = 1, *, in_flight: bool = False) -> Preset:
+    workload = replace(small().workload, max_staleness=max_staleness, in_flight_updates=in_flight)
+    return replace(small(), workload=workload)
+
+
+@pytest.mark.parametrize("policy", [p for p in POLICIES if p != "oracle"])
+@pytest.mark.parametrize("preset", [ahead(), ahead(2, in_flight=True)], ids=["ahead", "in flight"])
+def test_every_promise_holds_under_churn_where_steps_are_asked_for_ahead(policy: str, preset: Preset) -> None:
+    referee = Referee()
+    result = simulate(preset, churn(), policy, seed=0, hours=HOURS, watch=referee)
+    assert result.steps >= 3
+    assert [row.step for row in result.rows] == list(range(result.steps))
+    assert sum(row.tokens for row in result.rows) == sum(
+        sum(draw_lengths(small().workload, small().assumptions, 0, row.step).tokens) for row in result.rows
+    )
+    assert all(row.seconds > 0 and row.train_s > 0 for row in result.rows)
+
+
+def test_a_trainer_that_works_ahead_waits_less() -> None:
+    known = presets()["paper-8b"]
+    stays = Trace("stays", "", tuple(TraceEvent(0.0, f"n{i}", "add") for i in range(4)), 7_200.0)
+
+    def seconds(**workload: object) -> float:
+        changed = replace(known, workload=replace(known.workload, **workload))  # type: ignore[arg-type]
+        rows = simulate(changed, stays, "rlboost", seed=0, hours=1.0, max_steps=7).rows[2:]
+        return sum(row.seconds for row in rows) / len(rows)
+
+    synchronous = seconds()
+    assert seconds(max_staleness=1) < 0.95 * synchronous
+    assert seconds(max_staleness=1, in_flight_updates=True) < 0.95 * synchronous
+
+
 def test_the_same_seed_decides_the_same_and_another_one_does_not() -> None:
     one, again, other = run("paper"), run("paper"), run("paper", seed=1)
     assert one == again

@@ -5,6 +5,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -24,7 +25,7 @@ from rlboost_runtime.trainer.models.tiny import make_model, make_tokenizer
 from rlboost_runtime.trainer.rewards.outcome import Reward
 from rlboost_runtime.trainer.rewards.scorer import RewardCall
 from rlboost_runtime.trainer.rollout.groups import GroupScorer, ScoredGroup, score_group
-from rlboost_runtime.trainer.rollout.metrics import MetricsLog, group_metrics, percentile
+from rlboost_runtime.trainer.rollout.metrics import MetricsLog, group_metrics, newer_tokens, percentile
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -257,13 +258,38 @@ def test_kl_in_the_reward_is_subtracted_before_the_advantages():
     ("bad", "told"),
     [
         ((response("a"),), "has 1 responses, not 2"),
-        ((response("a"), response("b", version=8)), "version 8 in a step of version 9"),
+        ((response("a"), response("b", version=8)), r"versions \[8\] in a step of version 9"),
         ((response("a"), response("b", logprobs=[])), "1 tokens, 0 logprobs"),
     ],
 )
 def test_a_group_that_makes_no_sense_is_refused(bad, told):
     with pytest.raises(ProtocolError, match=told):
         scorer().start(DeliverGroupMessage(3, 0, bad))
+
+
+def in_flight(*versions: int) -> ScoredGroup:
+    """Two responses of three tokens per version, where 11 is the version published last."""
+    settings = {"group_size": 2, "max_staleness": 1, "in_flight_updates": True}
+    subject = GroupScorer(lambda ids: "", Scorer(), ALGORITHM.model_copy(update=settings), newest=lambda: 11)
+    subject.expect(3, 9, [Prompt(0, "p", (1, 2), {}), Prompt(1, "q", (3,), {})])
+    whole = response("abc" * len(versions))
+    segments = tuple(Segment("i", version, 3) for version in versions)
+    both = (msgspec.structs.replace(whole, segments=segments), whole)
+    return scored(subject, DeliverGroupMessage(3, 0, both))
+
+
+def test_with_in_flight_updates_a_response_has_tokens_of_several_versions():
+    group = in_flight(9, 10, 11)
+    assert [each.newer_tokens for each in group.responses] == [6, 0]
+    assert [each.num_segments for each in group.responses] == [1, 1], "it was not migrated"
+    assert newer_tokens([group]) == {"newer_tokens_share": 6 / 18}
+    assert in_flight(10).responses[0].newer_tokens == 3
+
+
+@pytest.mark.parametrize("versions", [(8, 9), (9, 12), (10, 9)])
+def test_versions_older_than_asked_unpublished_or_in_another_order_are_refused(versions):
+    with pytest.raises(ProtocolError, match="in a step of version 9"):
+        in_flight(*versions)
 
 
 def test_groups_of_another_step_are_refused():

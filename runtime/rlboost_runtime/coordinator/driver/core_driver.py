@@ -182,15 +182,16 @@ class OpenStep:
     def _limit_of(self, prompt: PromptSpec) -> int:
         return prompt.max_tokens or self.request.max_response_tokens
 
-    def work(self, response: int, assignment: int, kept: bytes) -> WorkItem:
-        """Return an assignment of a response that goes on after the `kept` token ids (i32)."""
+    def work(self, response: int, assignment: int, kept: bytes, version: int) -> WorkItem:
+        """Return an assignment of a response that goes on after the `kept` token ids (i32) under `version`,
+        which its engine serves."""
         prompt, offset = self.prompt_of(response), len(kept) // 4
         return WorkItem(
             assignment,
             prompt.token_ids + kept,
             offset,
             self._limit_of(prompt) - offset,
-            self.request.policy_version,
+            version,
             prompt.sampling,
         )
 
@@ -338,8 +339,9 @@ class CoreDriver:
             return
         if self.totals.assigned[response] > 1:
             self.tokens_migrated += offset
-        kept = self.store.token_ids(response)
-        self._outlet.work(command, self.step.work(response, command.assignment, kept))
+        kept, version = self.store.token_ids(response), self.core.instances[command.instance].version
+        assert version is not None, "only instances that serve are given work"
+        self._outlet.work(command, self.step.work(response, command.assignment, kept, version))
 
     def _assign_request(self, command: Assign) -> None:
         version = self.core.instances[command.instance].version
@@ -402,7 +404,7 @@ class CoreDriver:
             self.apply(
                 StepStarted(
                     self.now(), request.step, request.policy_version, requests, keeps_lease,
-                    are_episodes=request.are_episodes,
+                    are_episodes=request.are_episodes, in_flight_updates=request.in_flight_updates,
                 )
             )  # fmt: skip
             for response, reason in finished.items():

@@ -36,6 +36,7 @@ from rlboost_runtime.core.base.messages import (
     Reconnected,
     Sleep,
     Slept,
+    VersionFetched,
     VersionRefused,
     Wake,
 )
@@ -416,6 +417,8 @@ class AgentLinks:
             match message:
                 case wire.InstanceReadyMessage():
                     self._on_version_ready(link, message)
+                case wire.VersionFetchedMessage(version=version):
+                    self._driver.apply(VersionFetched(self._driver.now(), link.instance, link.epoch, version))
                 case wire.VersionRefusedMessage(version=version, problem=problem):
                     log_event(log, "instance.version_refused", instance=link.instance, problem=problem)
                     self._driver.apply(

@@ -255,6 +255,9 @@ class StepStarted(_Timed):
     are_episodes: bool = False
     """Environments drive its responses: each is a number of turns, which arrive as requests, and is finished
     when the trainer says so."""
+    in_flight_updates: bool = False
+    """Versions published from now on are taken up while it is rolled out, and its responses go on under them
+    (PipelineRL, arXiv 2509.19128). False: all of it is generated under `policy_version`."""
 
 
 FIRST_REQUEST = 2**31
@@ -338,6 +341,13 @@ class InstanceReady(_OfInstance):
     kv_tokens: int = 0
     kv_block_tokens: int = 0
     max_running: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class VersionFetched(_OfInstance):
+    """The instance has the files of `version`; it applies them once it holds no work."""
+
+    version: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -481,6 +491,7 @@ Event = (
     | TrainerLost
     | InstanceJoined
     | InstanceReady
+    | VersionFetched
     | VersionRefused
     | Slept
     | Heartbeat

@@ -263,7 +263,8 @@ class Dispatcher:
             and instance.is_awake
             and instance.is_connected
             and not instance.is_draining
-            and instance.ordered_version == book.policy_version != instance.version
+            and book.takes(instance.ordered_version)
+            and not book.takes(instance.version)
         )
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlboost_runtime.core.base.messages import Pool
 from rlboost_runtime.core.state.instances import Instance, InstanceTable
@@ -27,6 +27,8 @@ class Terms:
 
     version: int | None
     """The open step's policy version; None: no step."""
+    newest: int | None
+    """The newest one that its responses may be generated under: the same without in-flight updates."""
     reserved_may: bool
     """The reserved engines have the GPUs."""
     is_ending: bool
@@ -40,7 +42,7 @@ class Eligibility:
     is_present_spot: bool = False
     """Spot, and serving some version."""
     is_serving_spot: bool = False
-    """Spot, connected, and serving the step's version: eligible except for a passing pause."""
+    """Spot, connected, and serving a version of the step: eligible except for a pause or a swap."""
     is_live_spot: bool = False
     """Spot, connected, and not about to go; it may still be loading."""
 
@@ -57,13 +59,13 @@ class EligibleSet:
         self.num_serving_spot = 0
         self.num_live_spot = 0
         self._instance_table = instance_table
-        self._terms = Terms(None, False, False)
+        self._terms = Terms(None, None, False, False)
         self._known: dict[str, Eligibility] = {}
 
     def refresh(self, terms: Terms, changed: dict[str, None]) -> list[str]:
         """Take in changes; return the instances whose eligibility may have changed."""
         former, self._terms = self._terms, terms
-        if (former.version, former.is_ending) != (terms.version, terms.is_ending):
+        if replace(former, reserved_may=terms.reserved_may) != terms:
             names = list({**self._known, **dict.fromkeys(self._instance_table.instances)})
         elif former.reserved_may != terms.reserved_may:
             names = list({**changed, **dict.fromkeys(self._instance_table.reserved)})
@@ -108,11 +110,12 @@ class EligibleSet:
     def _assess(self, instance: Instance) -> Eligibility:
         terms = self._terms
         is_spot = instance.pool is Pool.SPOT
-        serves = terms.version is not None and instance.can_serve(terms.version)
+        oldest, newest = terms.version, terms.newest
+        serves = oldest is not None and newest is not None and instance.can_serve(oldest, newest)
         return Eligibility(
             is_eligible=serves
             and not terms.is_ending
-            and not instance.is_paused
+            and not (instance.is_paused or instance.is_swapping)
             and (is_spot or terms.reserved_may),
             is_present_spot=is_spot and instance.is_present,
             is_serving_spot=is_spot and serves,

@@ -61,6 +61,8 @@ class InstanceFlag(StrEnum):
     """Its engine failed a moment ago: no work until the pause is over or a version is proved."""
     SERVED = "served"
     """It has proved some version since it joined."""
+    SWAPPING = "swapping"
+    """In the middle of a step it hands over what it runs, to load a version that it has fetched."""
 
 
 class InstanceEvent(StrEnum):
@@ -73,6 +75,10 @@ class InstanceEvent(StrEnum):
     LOAD_FAILED = "load failed"
     """The same of the version that it was last ordered to load: counted until it proves one."""
     LOAD_ORDERED = "load ordered"
+    SWAP_BEGUN = "swap begun"
+    """It was asked to release what it runs, as it has fetched a version that the step goes on under."""
+    SWAP_VOIDED = "swap voided"
+    """A newer version is wanted than the one that it was about to load."""
     ORDER_VOIDED = "order voided"
     """The order to load must be given again."""
     SLEEP_ORDERED = "sleep ordered"
@@ -100,6 +106,9 @@ _DISCONNECTED = frozenset({InstanceFlag.DISCONNECTED})
 _DRAINING = frozenset({InstanceFlag.DRAINING})
 _PAUSED = frozenset({InstanceFlag.PAUSED})
 _SERVED = frozenset({InstanceFlag.SERVED})
+_SWAPPING = frozenset({InstanceFlag.SWAPPING})
+_AS_IT_IS = ALL_FLAGS - _SWAPPING
+"""Only an instance that serves a version swaps it for another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,14 +129,18 @@ _ANY: dict[InstanceState, InstanceState] = {state: state for state in InstanceSt
 
 TABLE: Mapping[InstanceEvent, Transition] = {
     _E.PROVED: Transition(
-        dict.fromkeys((_S.LOADING, _S.WAKING, _S.READY), _S.READY), sets=_SERVED, clears=_PAUSED
+        dict.fromkeys((_S.LOADING, _S.WAKING, _S.READY), _S.READY), sets=_SERVED, clears=_PAUSED | _SWAPPING
     ),
-    _E.REFUSED: Transition({**_ANY, _S.READY: _S.LOADING}),
-    _E.LOAD_FAILED: Transition({**_ANY, _S.READY: _S.LOADING}),
+    _E.REFUSED: Transition({**_ANY, _S.READY: _S.LOADING}, clears=_SWAPPING),
+    _E.LOAD_FAILED: Transition({**_ANY, _S.READY: _S.LOADING}, clears=_SWAPPING),
     _E.LOAD_ORDERED: Transition(_ANY, never_with=_DISCONNECTED | _DRAINING),
+    _E.SWAP_BEGUN: Transition({_S.READY: _S.READY}, sets=_SWAPPING, never_with=_SWAPPING),
+    _E.SWAP_VOIDED: Transition(_ANY, clears=_SWAPPING),
     _E.ORDER_VOIDED: Transition(_ANY),
     _E.SLEEP_ORDERED: Transition(
-        dict.fromkeys((_S.LOADING, _S.WAKING, _S.READY), _S.SLEEPING), never_with=_DISCONNECTED
+        dict.fromkeys((_S.LOADING, _S.WAKING, _S.READY), _S.SLEEPING),
+        clears=_SWAPPING,
+        never_with=_DISCONNECTED,
     ),
     _E.SLEPT: Transition({_S.SLEEPING: _S.ASLEEP}),
     _E.WOKEN: Transition({_S.ASLEEP: _S.WAKING}, never_with=_DISCONNECTED),
@@ -161,11 +174,13 @@ class Legal:
 
 
 LEGAL: Mapping[InstanceState, Legal] = {
-    _S.LOADING: Legal(may_work=True, pools=frozenset(Pool)),  # it may still have work to hand over
+    _S.LOADING: Legal(
+        may_work=True, pools=frozenset(Pool), allowed=_AS_IT_IS
+    ),  # it may have work to hand over
     _S.READY: Legal(serves=True, may_work=True, pools=frozenset(Pool), required=_SERVED),
-    _S.SLEEPING: Legal(),
-    _S.ASLEEP: Legal(),
-    _S.WAKING: Legal(),
+    _S.SLEEPING: Legal(allowed=_AS_IT_IS),
+    _S.ASLEEP: Legal(allowed=_AS_IT_IS),
+    _S.WAKING: Legal(allowed=_AS_IT_IS),
     _S.GONE: Legal(pools=frozenset(Pool), allowed=NO_FLAGS),
 }
 

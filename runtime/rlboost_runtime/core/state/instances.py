@@ -158,6 +158,11 @@ class Instance:
         return InstanceFlag.PAUSED in self.flags
 
     @property
+    def is_swapping(self) -> bool:
+        """True if it hands over what it runs, to load a version in the middle of a step."""
+        return InstanceFlag.SWAPPING in self.flags
+
+    @property
     def has_served(self) -> bool:
         """True if it has proved some version since it joined."""
         return InstanceFlag.SERVED in self.flags
@@ -204,9 +209,10 @@ class Instance:
         """Assignments over the most that it decodes at once."""
         return len(self.assignments) / max(1, self.max_running)
 
-    def can_serve(self, version: int) -> bool:
-        """Return True if it may be given work under `version` as far as it alone is concerned."""
-        return self.is_present and self.is_connected and self.version == version
+    def can_serve(self, oldest: int, newest: int) -> bool:
+        """Return True if it may be given work under one of these versions as far as it alone is concerned."""
+        is_there = self.is_present and self.is_connected
+        return is_there and self.version is not None and oldest <= self.version <= newest
 
     def can_admit(self, kv_estimate: int, fill_limit: float = 1.0) -> bool:
         """Return True if one more response of that size fits into `fill_limit` of the KV capacity; an empty

@@ -132,12 +132,15 @@ class StepResponses:
         self.policy_version = event.policy_version
         self.started_at = event.at
         self.are_episodes = event.are_episodes
+        self.in_flight_updates = event.in_flight_updates
         self.responses: dict[int, Response] = {}
         self.complete_groups: list[int] = []
         """In order of completion."""
         self.num_finished = 0
         self.num_running = 0
         self.last_finished_at: float | None = None
+        self.is_ahead = event.keeps_lease
+        """A step before it is being trained: the trainer has work, and its GPUs."""
         self.was_reopened = False
         self.trained = False
         self._unfinished_of: dict[int, int] = {}
@@ -176,6 +179,12 @@ class StepResponses:
         """Return True if this is that step under that version, with the same responses or more of them."""
         is_same = (self.step, self.policy_version) == (event.step, event.policy_version)
         return is_same and (not event.requests or event.requests[0].response in self.responses)
+
+    def takes(self, version: int | None) -> bool:
+        """Return True if its responses may be generated under `version`."""
+        if version is None or not self.in_flight_updates:
+            return version == self.policy_version
+        return version >= self.policy_version
 
     def run(self, response: Response, assignment: int, holder: str, at: float) -> None:
         """Give a waiting response to an instance."""

@@ -213,7 +213,7 @@ class PredictedWindow(SeedingWindow):
         busy_s = training_s + finish_s
         self.busy_s_per_token = _blend(self.busy_s_per_token, busy_s / seen.num_tokens)
         self._learn_slowness(num_spot, self._closed_at - self._opened_at, rest_s)
-        self._learn_start(seen, seen.t_remote + seen.t_remote_wait - busy_s - seen.t_handover)
+        self._learn_start(seen, seen.t_step - busy_s - seen.t_handover)
 
     def rates(self) -> StepRates | None:
         """Return what a step takes; a reserved engine is taken to be like a spot instance."""
@@ -275,8 +275,7 @@ class PredictedWindow(SeedingWindow):
         """Take in what a token took in a step without churn, with a window or without."""
         if abs(seen.n_prem - seen.n_hat) < SAME_COUNT and seen.num_tokens:
             took = self._without if self.skips_window else self._with_window
-            step_s = seen.t_remote + seen.t_remote_wait
-            took[seen.n_hat] = _blend(took.get(seen.n_hat), step_s / seen.num_tokens)
+            took[seen.n_hat] = _blend(took.get(seen.n_hat), seen.t_step / seen.num_tokens)
 
     def _learn_slowness(self, num_spot: float, window_s: float, rest_s: float) -> None:
         """Take in how long a rollout took: so long with all engines, so long without the reserved engines."""

@@ -48,6 +48,13 @@ class StepObservation:
     """When the step was trained."""
     t_handover: float = 0.0
     """Trainer's time to come back onto the GPUs once the reserved engines had freed them."""
+    t_before: float = 0.0
+    """From the start of the step until the one before it was trained; above 0 if it was asked for ahead."""
+
+    @property
+    def t_step(self) -> float:
+        """From the start of the step, or the end of the one before it if that is later, to its own end."""
+        return self.t_remote + self.t_remote_wait - self.t_before
 
 
 @dataclass(frozen=True, slots=True)

@@ -267,6 +267,7 @@ class RolloutClient:
         stop_token_ids: frozenset[int],
         keep_lease: bool = False,
         are_episodes: bool = False,
+        in_flight_updates: bool = False,
     ) -> None:
         """Request a step's groups and return at once; see `StepStream.request_step`.
 
@@ -276,6 +277,7 @@ class RolloutClient:
             step, version, prompts, group_size=group_size, max_response_tokens=max_response_tokens,
             stop_token_ids=sorted(stop_token_ids), keep_lease=keep_lease,
             once_published=self.publisher.is_busy, are_episodes=are_episodes,
+            in_flight_updates=in_flight_updates,
         )  # fmt: skip
 
     def trained(self, step: int, *, reward_mean: float, metrics: Mapping[str, float] | None = None) -> None:

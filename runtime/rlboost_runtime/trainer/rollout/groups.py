@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -56,6 +57,9 @@ class ScoredResponse:
     reward: Reward
     finish_reason: str
     num_segments: int
+    """Machines in a row that made it: more than 1, and it was migrated."""
+    newer_tokens: int
+    """Tokens of versions that were published after its step was requested."""
     finite: bool
     """False where an engine's logprob is no number; the response is then masked out."""
 
@@ -97,6 +101,7 @@ class _PendingResponse:
     """Without their advantages."""
     finish_reason: str
     num_segments: int
+    newer_tokens: int
     reward: Future[Reward]
     episode: EpisodeResult | None = None
 
@@ -235,15 +240,17 @@ class GroupScorer:
         algorithm: Algorithm,
         episodes: Callable[[int], list[EpisodeResult]] | None = None,
         environment: str = "",
+        newest: Callable[[], int] = lambda: -1,
     ) -> None:
         """`episodes` returns those of a group of the step that was requested last, which are over, played by
-        `environment`; None: there are none."""
+        `environment`; None: there are none. `newest`: the version published last, for in-flight updates."""
         self._decode = decode
         self._episodes = episodes
         self._scorer = scorer
         self._watch = RewardWatch(scorer.name)
         self._episode_watch = EpisodeWatch(environment) if environment else None
         self._algorithm = algorithm
+        self._newest = newest
         self._expected: tuple[int, int, Sequence[Prompt]] | None = None
         self.reward_wait_s = 0.0
         """Total seconds that `finish` has waited for rewards."""
@@ -273,7 +280,7 @@ class GroupScorer:
             for each in group.responses
         ]
         for response, (token_ids, logprobs) in zip(group.responses, tokens, strict=True):
-            _check(response, len(token_ids), len(logprobs), version, f"step {step}")
+            self._check(response, len(token_ids), len(logprobs), version, f"step {step}")
         asked = prompt.question or prompt.text
         calls = [RewardCall(asked, self._decode(token_ids), prompt.row) for token_ids, _ in tokens]
         rewards = self._scorer.submit_group(calls, prompt.reward)
@@ -281,18 +288,45 @@ class GroupScorer:
         responses = [
             _PendingResponse(
                 (Sample(prompt_ids, token_ids, logprobs, 0.0),),
-                response.finish_reason, len(response.segments), reward,
+                response.finish_reason, _num_machines(response),
+                sum(each.num_tokens for each in response.segments if each.policy_version != version), reward,
             )
             for response, (token_ids, logprobs), reward in zip(group.responses, tokens, rewards, strict=True)
         ]  # fmt: skip
         return PendingGroup(group.group, prompt, responses)
+
+    def _check(
+        self,
+        response: FinishedResponse,
+        num_tokens: int,
+        num_logprobs: int,
+        policy_version: int,
+        where: str,
+    ) -> None:
+        """Raise `ProtocolError` for a response that is not whole, or has tokens of other versions than its
+        step may have: they would be taken for newer, and train a lag that nobody asked for."""
+        where = f"response {response.response} of {where}"
+        if not num_tokens == num_logprobs == sum(segment.num_tokens for segment in response.segments):
+            raise ProtocolError(
+                f"{where}: {num_tokens} tokens, {num_logprobs} logprobs and segments of"
+                f" {sum(segment.num_tokens for segment in response.segments)}",
+                "see the coordinator's log",
+            )
+        versions = [segment.policy_version for segment in response.segments]
+        newest = self._newest() if self._algorithm.in_flight_updates else policy_version
+        wrong = [version for version in versions if not policy_version <= version <= newest]
+        if wrong or versions != sorted(versions):
+            raise ProtocolError(
+                f"{where}: tokens of policy versions {versions} in a step of version {policy_version}",
+                "see the coordinator's log",
+            )
 
     def _start_episode(self, prompt: Prompt, result: EpisodeResult) -> _PendingResponse:
         record = result.record
         if result.failure:  # it was left out: nothing of it is trained or counted
             reward: Future[Reward] = Future()
             reward.set_result(Reward(0.0))
-            return _PendingResponse((), str(FinishReason.QUARANTINED), 1, reward)
+            return _PendingResponse((), str(FinishReason.QUARANTINED), 1, 0, reward)
         if result.reward is None:
             asked = prompt.question or prompt.text
             reward = self._scorer.submit(RewardCall(asked, record.last_response, prompt.row), prompt.reward)
@@ -301,7 +335,7 @@ class GroupScorer:
             reward.set_result(Reward(result.reward))
         is_cut = record.is_cut or bool(record.limit)
         reason = str(FinishReason.LENGTH if is_cut else FinishReason.STOP)
-        return _PendingResponse(tuple(map(_sample, record.samples)), reason, 1, reward, result)
+        return _PendingResponse(tuple(map(_sample, record.samples)), reason, 1, 0, reward, result)
 
     def finish(self, pending: PendingGroup, between: Callable[[], None]) -> ScoredGroup:
         """Return the scored group; waits for its rewards, calling `between` now and then meanwhile.
@@ -327,22 +361,10 @@ def _sample(recorded: RecordedSample) -> Sample:
     return Sample(prompt_ids, token_ids, logprobs, 0.0, sampled=sampled)
 
 
-def _check(
-    response: FinishedResponse, num_tokens: int, num_logprobs: int, policy_version: int, where: str
-) -> None:
-    where = f"response {response.response} of {where}"
-    if not num_tokens == num_logprobs == sum(segment.num_tokens for segment in response.segments):
-        raise ProtocolError(
-            f"{where}: {num_tokens} tokens, {num_logprobs} logprobs and segments of"
-            f" {sum(segment.num_tokens for segment in response.segments)}",
-            "see the coordinator's log",
-        )
-    versions = {segment.policy_version for segment in response.segments} - {policy_version}
-    if versions:  # each step is rolled out under one version: another one's token would be taken for newer
-        raise ProtocolError(
-            f"{where}: tokens of policy version {min(versions)} in a step of version {policy_version}",
-            "see the coordinator's log",
-        )
+def _num_machines(response: FinishedResponse) -> int:
+    """Return how many machines in a row made it: a segment may also end because the version changed."""
+    instances = [segment.instance for segment in response.segments]
+    return len(instances[:1]) + sum(before != after for before, after in pairwise(instances))
 
 
 def score_group(pending: PendingGroup, algorithm: Algorithm) -> ScoredGroup:
@@ -395,6 +417,7 @@ def score_group(pending: PendingGroup, algorithm: Algorithm) -> ScoredGroup:
                 rewards[i],
                 entry.finish_reason,
                 entry.num_segments,
+                entry.newer_tokens,
                 entry.is_finite,
             )
             for i, entry in enumerate(decoded)

@@ -28,6 +28,14 @@ from rlboost_runtime.trainer.rewards.outcome import Reward, failure_metrics
 from rlboost_runtime.trainer.rollout.groups import ScoredGroup, ScoredResponse
 
 
+def newer_tokens(groups: Sequence[ScoredGroup]) -> dict[str, float]:
+    """Return what share of a step's tokens is of versions that were published while it was rolled out."""
+    responses = [response for group in groups for response in group.responses]
+    num_tokens = sum(response.num_tokens for response in responses)
+    newer = sum(response.newer_tokens for response in responses)
+    return {"newer_tokens_share": newer / max(1, num_tokens)}
+
+
 def group_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     """Return reward, length and ending statistics of a step (at least one group)."""
     episodes = [episode for group in groups for episode in group.episodes]

@@ -186,6 +186,7 @@ class StepStream(Generic[Group]):
         keep_lease: bool = False,
         once_published: bool = False,
         are_episodes: bool = False,
+        in_flight_updates: bool = False,
     ) -> None:
         """Request a step's groups and return the lease: the GPU must be free when this is called.
 
@@ -197,10 +198,12 @@ class StepStream(Generic[Group]):
 
         With `are_episodes` the caller plays them, once `on_opened` is called: it reports each one by
         `episode_ended` and each group by `group_ended`.
+
+        With `in_flight_updates` its responses go on under versions that are published meanwhile.
         """
         request = StepStartedMessage(
             step, policy_version, tuple(prompts), group_size, max_response_tokens, tuple(stop_token_ids),
-            keep_lease, are_episodes,
+            keep_lease, are_episodes, in_flight_updates,
         )  # fmt: skip
         with self._changed:
             self.waits = Waits()
