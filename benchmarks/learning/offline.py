@@ -10,7 +10,8 @@ plain scorer sees it.
 The last line of stdout is a JSON object. Target: every seed lifts its reward by at least 1.3x.
 
 With `max_staleness` above 0 each step's responses are sampled from the weights from which a run would have
-them: which those are is decided by the trainer's own `RequestedSteps`, where a rollout takes no time.
+them: which those are is decided by the trainer's own `RequestedSteps`, where a rollout takes no time. With
+`in_flight_updates` the next weights come at a random token of those responses, which continue under them.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import torch
 import transformers
@@ -175,7 +177,14 @@ def train(policy: Policy, job: Job, files: Path, scorer: RewardScorer) -> list[d
         while wanted is not None:
             prompts = source.batch(wanted)
             asked.add(RequestedStep(wanted, step, step, prompts, arrived=list(range(len(prompts)))))
-            sampled[wanted] = roll_out(policy, prompts, algorithm, wanted)
+            is_ahead = wanted > step and algorithm.in_flight_updates
+            sampled[wanted] = roll_out(
+                policy,
+                prompts,
+                algorithm,
+                wanted,
+                _tokens_before_update(algorithm, wanted) if is_ahead else None,
+            )
             wanted = asked.next_ahead(step)
         this = asked.get(step)
         assert this is not None
@@ -183,16 +192,59 @@ def train(policy: Policy, job: Job, files: Path, scorer: RewardScorer) -> list[d
         row = train_step(step, learner, this.prompts, responses, scorer, algorithm, staleness=lag)
         rows.append({**row, "staleness": float(this.staleness)})
         asked.remove(step)
+        if algorithm.in_flight_updates:
+            for ahead, responses in sampled.items():
+                now = asked.get(ahead)
+                assert now is not None
+                sampled[ahead] = _continued(policy, now.prompts, responses, algorithm, ahead)
     return rows
 
 
-def roll_out(policy: Policy, prompts: Sequence[Prompt], algorithm: Algorithm, step: int) -> list[Sampled]:
-    """Sample a step's responses from the weights as they are, group after group."""
+def roll_out(
+    policy: Policy,
+    prompts: Sequence[Prompt],
+    algorithm: Algorithm,
+    step: int,
+    num_tokens: int | None = None,
+) -> list[Sampled]:
+    """Sample a step's responses from the weights as they are, group after group; their first `num_tokens`
+    where given."""
     return sample(
         policy, [list(prompt.token_ids) for prompt in prompts for _ in range(algorithm.group_size)],
-        max_new_tokens=algorithm.max_response_tokens, temperature=algorithm.temperature,
+        max_new_tokens=num_tokens or algorithm.max_response_tokens, temperature=algorithm.temperature,
         seed=algorithm.seed * 1_000_003 + step,
     )  # fmt: skip
+
+
+def _tokens_before_update(algorithm: Algorithm, step: int) -> int:
+    """Return how many tokens the responses of a step have when newer weights come."""
+    return Random(f"{algorithm.seed}/{step}").randrange(1, algorithm.max_response_tokens)
+
+
+def _continued(
+    policy: Policy, prompts: Sequence[Prompt], begun: list[Sampled], algorithm: Algorithm, step: int
+) -> list[Sampled]:
+    """Return a step's responses; those that were not over go on under the weights as they are now."""
+    asked = [prompt for prompt in prompts for _ in range(algorithm.group_size)]
+    left = [
+        index
+        for index, each in enumerate(begun)
+        if not each.stopped and len(each.token_ids) < algorithm.max_response_tokens
+    ]
+    if not left:
+        return begun
+    found = sample(
+        policy, [[*asked[index].token_ids, *begun[index].token_ids] for index in left],
+        max_new_tokens=algorithm.max_response_tokens - len(begun[left[0]].token_ids),
+        temperature=algorithm.temperature, seed=algorithm.seed * 1_000_003 + step + 500_000,
+    )  # fmt: skip
+    whole = list(begun)
+    for index, rest in zip(left, found, strict=True):
+        first = begun[index]
+        whole[index] = Sampled(
+            [*first.token_ids, *rest.token_ids], [*first.logprobs, *rest.logprobs], rest.stopped
+        )
+    return whole
 
 
 def train_step(

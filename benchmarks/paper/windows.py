@@ -15,8 +15,9 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rlboost_runtime.sim import Switches, presets, simulate
 from rlboost_runtime.traces import Trace, load_trace, sample_nodes
@@ -28,6 +29,11 @@ LENGTH_SEED = 0
 """The same responses for every policy and window."""
 WITHOUT = " without "
 """`rlboost without evening` is `rlboost` with that part turned off (`rlboost_runtime.sim.policies`)."""
+ASYNCHRONOUS: dict[str, dict[str, Any]] = {
+    " one step ahead": {"max_staleness": 1},
+    " in flight": {"max_staleness": 1, "in_flight_updates": True},
+}
+"""What may follow a policy's name: the job's settings with which it is run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +80,15 @@ def run(case: Case, trace: Trace) -> dict[str, object]:
 def simulate_window(preset: str, market: Trace, policy: str) -> dict[str, object]:
     """Simulate a policy on two hours of a market; return the run's figures."""
     began = time.process_time()
+    played = presets()[preset]
+    for ending, settings in ASYNCHRONOUS.items():
+        if policy.endswith(ending):
+            policy = policy.removesuffix(ending)
+            played = replace(played, workload=replace(played.workload, **settings))
     name, _, part = policy.partition(WITHOUT)
     switches = Switches(**{part: False}) if part else Switches()
     hours = WINDOW_S / 3_600.0
-    result = simulate(presets()[preset], market, name, seed=LENGTH_SEED, hours=hours, switches=switches)
+    result = simulate(played, market, name, seed=LENGTH_SEED, hours=hours, switches=switches)
     return {
         "tokens_per_s": result.tokens_per_s,
         "tokens_per_usd": result.tokens_per_usd,
@@ -96,7 +107,9 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--trace", type=Path, required=True)
     parser.add_argument("--sampler-seeds", type=int, default=20)
-    parser.add_argument("--policies", default="paper", help="oracle,paper,rlboost,rlboost without evening")
+    parser.add_argument(
+        "--policies", default="paper", help="oracle,paper,rlboost,rlboost without evening,rlboost in flight"
+    )
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
     trace = load_trace(options.trace)
