@@ -46,15 +46,6 @@ def extended(state: int, token: int) -> int:
     return zlib.crc32(token.to_bytes(4, "little"), state)
 
 
-def whole_response(version: int, prompt: Sequence[int], most: int) -> list[int]:
-    """Return the response to a prompt: what a quiet engine would generate in one go."""
-    state, tokens = context(version, prompt), list[int]()
-    while len(tokens) < most and STOP not in tokens[-1:]:
-        tokens.append(next_token(state))
-        state = extended(state, tokens[-1])
-    return tokens
-
-
 def manifest_of(version: int) -> Manifest:
     """Return what a pulled version's manifest says."""
     probe = Probe(_PROBE[0], _PROBE[1], (-1.0 - version % 7,), 0.01)

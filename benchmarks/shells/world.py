@@ -53,6 +53,8 @@ from rlboost_runtime.weights.child_pipe import PullRequest
 EPOCH = 1_800_000_000.0
 RUN = "shells"
 STEPS, PROMPTS = 4, 6
+AHEAD_SHARE, IN_FLIGHT_SHARE = 0.5, 0.35
+"""Of seeds: those in which steps are asked for one ahead, and of these those with in-flight updates."""
 MACHINES = 3
 FAULTS_S = (30.0, 90.0)
 """Virtual time in which faults happen."""
@@ -136,6 +138,8 @@ class World:
         self.network = Network(Random(f"{seed} network"), self._sent)
         self.cloud = PlayedCloud(Random(f"{seed} cloud"), self, self._count, self._note)
         self.trained = Trained(STEPS, PROMPTS)
+        if (mode := Random(f"{seed} mode").random()) < AHEAD_SHARE:
+            self.trained.max_staleness, self.trained.in_flight_updates = 1, mode < IN_FLIGHT_SHARE
         self.pulls = PlayedPulls(Random(f"{seed} pulls"), lambda _: self.head.process("weights") is not None)
         self.coordinator: service.Coordinator | None = None
         self._disk: PlayedDisk | None = None

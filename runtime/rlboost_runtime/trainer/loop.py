@@ -26,7 +26,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -213,6 +213,10 @@ class TrainerLoop:
         self._requested_before = {step: (version, updates) for step, version, updates in state.ahead}
         event(log, "trainer.resumed", after_step=state.step, policy_version=state.policy_version)
         self._publish_current(state.policy_version)
+        # One that worked ahead may have trained several steps without a coordinator to report them to.
+        for line in self._client.metrics.since(state.step - self._job.algorithm.max_staleness):
+            if line["step"] < state.step:
+                self._stream.trained(_reported(line))
         self._stream.trained(_report(state, checkpointed=True))
         return state.step + 1
 
@@ -571,6 +575,14 @@ def _gpu_peak_bytes() -> float:
     peak = torch.cuda.max_memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     return float(peak)
+
+
+def _reported(line: Mapping[str, float]) -> StepTrainedMessage:
+    """Return the report of a step that a checkpoint covers, from its line in `metrics.jsonl`."""
+    return StepTrainedMessage(
+        int(line["step"]), line["train_wait_s"], line["train_s"], int(line["tokens_trained"]),
+        line.get("reward_mean"), dict(line),
+    )  # fmt: skip
 
 
 def _report(state: TrainedState, *, checkpointed: bool) -> StepTrainedMessage:

@@ -243,6 +243,43 @@ def test_a_lease_that_was_given_back_meanwhile_is_not_kept(coordinator, stream):
     assert connection.hear().keeps_lease is False
 
 
+def trained_step(step: int) -> StepTrainedMessage:
+    return StepTrainedMessage(step, 0, 0, 1, 0.5, {})
+
+
+def test_the_report_of_a_step_survives_groups_of_the_step_that_was_requested_ahead(coordinator, stream):
+    """They say that the request arrived, not what was said after it."""
+    connection, _ = coordinator.accept()
+    request(stream, 0)
+    request(stream, 1)
+    stream.trained(trained_step(0))
+    connection.say(group(0, step=1))
+    assert len(stream.next_groups(1)) == 1
+    connection.drop()
+    connection, _ = coordinator.accept()
+    assert connection.hear() == trained_step(0)
+    assert connection.hear().step == 1
+
+
+def test_no_report_is_lost_while_the_coordinator_is_away(coordinator, stream):
+    """A trainer that works ahead trains two steps without it."""
+    connection, _ = coordinator.accept()
+    request(stream, 0)
+    request(stream, 1)
+    connection.drop()
+    for step in (0, 1):
+        stream.trained(trained_step(step))
+    connection, _ = coordinator.accept()
+    assert [connection.hear(), connection.hear()] == [trained_step(0), trained_step(1)]
+    request(stream, 2)
+    assert connection.hear().step == 2
+    connection.say(group(0, step=2))
+    assert len(stream.next_groups(1)) == 1
+    connection.drop()
+    connection, _ = coordinator.accept()
+    assert connection.hear().step == 2, "what was said before the request has arrived"
+
+
 def test_a_step_that_was_trained_is_not_asked_for_again(coordinator, stream):
     first, _ = coordinator.accept()
     request(stream)

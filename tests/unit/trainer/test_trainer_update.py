@@ -286,8 +286,8 @@ def test_with_in_flight_updates_a_response_has_tokens_of_several_versions():
     assert in_flight(10).responses[0].newer_tokens == 3
 
 
-@pytest.mark.parametrize("versions", [(8, 9), (9, 12), (10, 9)])
-def test_versions_older_than_asked_unpublished_or_in_another_order_are_refused(versions):
+@pytest.mark.parametrize("versions", [(8, 9), (9, 12)])
+def test_versions_older_than_asked_or_not_published_are_refused(versions):
     with pytest.raises(ProtocolError, match="in a step of version 9"):
         in_flight(*versions)
 

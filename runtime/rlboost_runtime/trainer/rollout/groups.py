@@ -312,12 +312,12 @@ class GroupScorer:
                 f" {sum(segment.num_tokens for segment in response.segments)}",
                 "see the coordinator's log",
             )
-        versions = [segment.policy_version for segment in response.segments]
         newest = self._newest() if self._algorithm.in_flight_updates else policy_version
-        wrong = [version for version in versions if not policy_version <= version <= newest]
-        if wrong or versions != sorted(versions):
+        versions = {segment.policy_version for segment in response.segments}
+        wrong = sorted(version for version in versions if not policy_version <= version <= newest)
+        if wrong:
             raise ProtocolError(
-                f"{where}: tokens of policy versions {versions} in a step of version {policy_version}",
+                f"{where}: tokens of policy versions {wrong} in a step of version {policy_version}",
                 "see the coordinator's log",
             )
 

@@ -140,6 +140,10 @@ class MetricsLog:
         """Return the last line; {} where there is none."""
         return next(reversed(self._lines()), {})
 
+    def since(self, step: int) -> list[dict[str, Any]]:  # JSON values
+        """Return the lines from `step` on."""
+        return [line for line in self._lines() if line["step"] >= step]
+
     def _lines(self) -> list[dict[str, Any]]:  # JSON values
         if not self._path.exists():
             return []

@@ -112,7 +112,10 @@ class StepStream(Generic[Group]):
         self._recalled = False
         self._known_version: int | None = None
         self._published: VersionPublishedMessage | None = None
-        self._trained: StepTrainedMessage | None = None
+        self._trained: list[StepTrainedMessage] = []
+        """Reports that the coordinator may not have, in their order."""
+        self._said_before = 0
+        """How many of them were said before the request that is current."""
         self._checkpointed: Checkpointed | None = None
         self._evaluated: Evaluated | None = None
         self._request: StepStartedMessage | None = None
@@ -229,6 +232,7 @@ class StepStream(Generic[Group]):
         self._lease = request.keeps_lease and self._lease
         self._recalled = self._recalled and self._lease
         self._request = msgspec.structs.replace(request, keeps_lease=self._lease)
+        self._said_before = len(self._trained)
         self._groups.clear()
         self._seen.clear()
         self._episodes.clear()
@@ -251,7 +255,7 @@ class StepStream(Generic[Group]):
     def trained(self, trained: StepTrainedMessage) -> None:
         """Report a step as trained; see `StepTrainedMessage.checkpointed`."""
         with self._changed:
-            self._trained = trained
+            self._trained.append(trained)
             if self._request is not None and self._request.step <= trained.step:
                 self._request = None
             self._link.post(trained)
@@ -383,7 +387,7 @@ class StepStream(Generic[Group]):
         request = self._request
         if request is not None and request.keeps_lease and not self._lease:  # a recall was answered since
             request = msgspec.structs.replace(request, keeps_lease=False)
-        said = (published, self._trained, self._checkpointed, self._evaluated, request)
+        said = (published, *self._trained, self._checkpointed, self._evaluated, request)
         all_said = (*said, *self._episodes.values(), self._final)
         return [message for message in all_said if message is not None]
 
@@ -427,9 +431,10 @@ class StepStream(Generic[Group]):
                 self._changed.notify_all()
 
     def _is_current(self, step: int) -> bool:
-        """Return True for the requested step; the coordinator then has all that was sent before it."""
+        """Return True for the requested step; the coordinator then has all that was sent before it. Of a step
+        that was requested ahead that is not the report of the one before, which was trained later."""
         if self._request is None or self._request.step != step:
             return False
-        if self._trained is not None and self._trained.step < step:
-            self._trained = None
+        del self._trained[: self._said_before]
+        self._said_before = 0
         return True
