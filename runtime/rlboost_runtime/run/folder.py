@@ -79,7 +79,9 @@ import fcntl
 import json
 import logging
 import os
+import re
 import tempfile
+import time
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -207,6 +209,24 @@ def write_atomically(path: Path, data: bytes, *, mode: int = 0o600, durably: boo
         raise
     if durably:
         sync_path(path.parent)
+
+
+UNFINISHED = re.compile(r"[.].+[.][a-z0-9_]{8}")
+"""Name of a file that `write_atomically` has not put into its place: a process that was killed leaves it."""
+UNFINISHED_S = 60.0
+"""Nobody takes so long to write one."""
+
+
+def sweep_unfinished(run: RunFolder) -> int:
+    """Delete what killed processes had not finished to write; return how many files that were."""
+    num_deleted = 0
+    for folder in (run.path, run.processes, run.cloud):
+        for path in folder.iterdir() if folder.is_dir() else ():
+            with contextlib.suppress(FileNotFoundError):
+                if UNFINISHED.fullmatch(path.name) and time.time() - path.stat().st_mtime > UNFINISHED_S:
+                    path.unlink()
+                    num_deleted += 1
+    return num_deleted
 
 
 @contextlib.contextmanager

@@ -44,6 +44,7 @@ from rlboost_runtime.run.folder import (
     read_json,
     reserve,
     restore_outcome,
+    sweep_unfinished,
     write_json,
     write_outcome,
 )
@@ -340,6 +341,7 @@ def _supervise(run: RunFolder) -> int:
             return 0
         identity = run.processes / "supervisor.json"
         write_identity(identity, os.getpid(), process_start(os.getpid()))
+        sweep_unfinished(run)
         restore_outcome(run)
         repair_secrets(run)
         os.environ.update(kept(run))  # for the run's processes, which inherit it

@@ -21,7 +21,7 @@ from rlboost_runtime.billing.launch_records import MachineRecord
 from rlboost_runtime.billing.ledger import Ledger
 from rlboost_runtime.job import Job, ReasoningGym, TinyModel
 from rlboost_runtime.processes import identify, kill_tagged, process_start, tagged
-from rlboost_runtime.run.folder import RunFolder, read_json, write_json
+from rlboost_runtime.run.folder import RunFolder, read_json, sweep_unfinished, write_json
 from rlboost_runtime.run.reserved import RESERVED_MACHINE
 from rlboost_runtime.run.security import create_secrets, read_token
 from rlboost_runtime.supervisor import watched
@@ -255,6 +255,19 @@ def test_a_foreign_process_under_an_old_number_is_not_adopted(run, supervise):
     write_json(run.processes / "coordinator.json", {"pid": me.pid, "start": process_start(me.pid)})
     supervise(coordinator=NAP)
     wait_for(run, "coordinator", other_than=me.pid)
+
+
+def test_what_a_killed_process_had_not_finished_to_write_is_deleted(run):
+    run.processes.mkdir()
+    old, new = run.path / ".status.json.3f36q6zy", run.processes / ".outcome.json.abcdefgh"
+    others = [run.path / ".gitignore", run.path / "status.json", run.processes / ".reserve"]
+    for path in (old, new, *others):
+        path.write_text("{")
+        os.utime(path, (1.0, 1.0))
+    os.utime(new)
+    assert sweep_unfinished(run) == 1
+    assert not old.exists()
+    assert all(path.exists() for path in (new, *others)), "somebody may be writing the young one"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the system notes the start as it was")
