@@ -191,6 +191,8 @@ class Cli:
         while left := self.processes(name):
             assert time.monotonic() < deadline, left
             time.sleep(0.1)
+        if not self.run_folder(name).outcome.exists():
+            return  # it was killed: what it was writing is still there
         kept = {path.name for path in self.run_folder(name).path.iterdir()}
         kept -= {name for name in kept if UNFINISHED.fullmatch(name)}  # of a process that was killed
         strange = {re.sub("-(wal|shm)$|[.]damaged$", "", each) for each in kept} - DOCUMENTED

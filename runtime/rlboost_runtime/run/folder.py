@@ -222,8 +222,10 @@ def sweep_unfinished(run: RunFolder) -> int:
     num_deleted = 0
     for folder in (run.path, run.processes, run.cloud):
         for path in folder.iterdir() if folder.is_dir() else ():
+            if not (UNFINISHED.fullmatch(path.name) and path.is_file()):
+                continue
             with contextlib.suppress(FileNotFoundError):
-                if UNFINISHED.fullmatch(path.name) and time.time() - path.stat().st_mtime > UNFINISHED_S:
+                if time.time() - path.stat().st_mtime > UNFINISHED_S:
                     path.unlink()
                     num_deleted += 1
     return num_deleted
