@@ -21,7 +21,7 @@ class _Child:
 
     def __init__(self) -> None:
         self.output = asyncio.StreamReader()
-        self.hangs = False
+        self.hangs = self.is_over = False
 
     def die(self) -> None:
         """End without a word, as by SIGKILL."""
@@ -29,11 +29,12 @@ class _Child:
 
     def say(self, message: PullProgress | PullReport | ChildFailure | None) -> None:
         """Write a line; None: end."""
-        if self.output.at_eof() or self.output._eof:  # type: ignore[attr-defined]
+        if self.is_over:
             return
         if message is not None:
             self.output.feed_data(msgspec.json.encode(message) + b"\n")
         if not isinstance(message, PullProgress):
+            self.is_over = True
             self.output.feed_eof()
 
 
@@ -47,7 +48,7 @@ class PlayedPulls:
 
     def some(self) -> _Child | None:
         """Return a pull that is under way."""
-        alive = [child for child in self._children if not (child.hangs or child.output._eof)]  # type: ignore[attr-defined]
+        alive = [child for child in self._children if not (child.hangs or child.is_over)]
         return self._random.choice(alive) if alive else None
 
     @contextlib.asynccontextmanager
@@ -56,7 +57,7 @@ class PlayedPulls:
     ) -> AsyncIterator[tuple[object, asyncio.StreamReader]]:
         """Take the place of `agent.weight_children._child`."""
         child = _Child()
-        self._children = [each for each in self._children if not each.output._eof] + [child]  # type: ignore[attr-defined]
+        self._children = [each for each in self._children if not each.is_over] + [child]
         fetching = asyncio.get_running_loop().create_task(self._fetch(child, request.version))
         try:
             yield None, child.output

@@ -174,17 +174,12 @@ def process_age(start: float) -> float:
     return max(0.0, now - start)
 
 
-def is_same_start(pid: int, start: float) -> bool:
-    """Return True if the process `pid` started at `start`. Raises `psutil.NoSuchProcess`."""
-    return abs(process_start(pid) - start) <= SAME_START_S
-
-
 def identify(pid: int, start: float, run: Path) -> psutil.Process | None:
     """Return the living process `pid` if it started at `start` (`process_start`) and carries the run's tag;
     None if that process is gone, even where another one has its number now."""
     try:
         process = psutil.Process(pid)
-        if process.status() == psutil.STATUS_ZOMBIE or not is_same_start(pid, start):
+        if process.status() == psutil.STATUS_ZOMBIE or abs(process_start(pid) - start) > SAME_START_S:
             return None
         return process if _is_of_run(process.environ(), run) else None
     except (psutil.NoSuchProcess, psutil.AccessDenied):

@@ -45,7 +45,7 @@ def main() -> int:
     gc_tuning.relax()
     try:
         uvloop.run(_serve(run))
-    except Exception as error:  # noqa: BLE001 - what cannot be explained is raised again
+    except (RLBoostError, OSError, sqlite3.OperationalError, ExceptionGroup) as error:
         return exit_status(error, run.path)
     return 0
 

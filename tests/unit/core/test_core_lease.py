@@ -259,7 +259,8 @@ def test_a_step_asked_for_ahead_leaves_the_gpu_with_the_trainer(new_run) -> None
     assert not run.core.step.trained
 
 
-def test_a_trainer_with_an_earlier_step_to_train_keeps_the_gpu_without_spot_instances(new_run) -> None:
+def one_step_ahead(new_run):
+    """A spot instance rolls out step 1 while the trainer, who has the GPUs, trains step 0."""
     run = new_run(reserved_instances=1, seeding_initial_s=0.0)
     run.publish()
     run.reserved()
@@ -267,6 +268,11 @@ def test_a_trainer_with_an_earlier_step_to_train_keeps_the_gpu_without_spot_inst
     run.step()
     run.finish(0)
     run.step(1, ahead=True)
+    return run
+
+
+def test_a_trainer_with_an_earlier_step_to_train_keeps_the_gpu_without_spot_instances(new_run) -> None:
+    run = one_step_ahead(new_run)
     run.send(InstanceLeft(run.now, "a", run.epoch("a"), LossCause.MACHINE_GONE))
     assert RecallLease(1) not in run.until(run.now + 2 * run.core.config.recall_after_s)
     assert RecallLease(1) in run.send(StepTrained(run.now, 0, 0.0, 1.0)), "it would wait from now on"
@@ -293,25 +299,13 @@ def test_reserved_engines_help_with_a_step_asked_for_ahead_once_the_one_before_i
 
 
 def test_no_window_is_opened_for_a_step_that_is_finished(new_run) -> None:
-    run = new_run(reserved_instances=1, seeding_initial_s=0.0)
-    run.publish()
-    run.reserved()
-    run.spot("a")
-    run.step()
-    run.finish(0)
-    run.step(1, ahead=True)
+    run = one_step_ahead(new_run)
     run.finish(1)
     assert run.send(StepTrained(run.now, 0, 0.0, 1.0)) == []
 
 
 def test_a_recall_that_crosses_a_step_asked_for_ahead_is_said_again(new_run) -> None:
-    run = new_run(reserved_instances=1, seeding_initial_s=0.0)
-    run.publish()
-    run.reserved()
-    run.spot("a")
-    run.step()
-    run.finish(0)
-    run.step(1, ahead=True)
+    run = one_step_ahead(new_run)
     assert RecallLease(1) in run.send(StepTrained(run.now, 0, 0.0, 1.0))
     assert run.core.lease is LeaseState.RECALLING
     run.send(InstanceLeft(run.now, "a", run.epoch("a"), LossCause.MACHINE_GONE))
