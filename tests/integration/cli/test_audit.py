@@ -6,13 +6,30 @@ import asyncio
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 from typer.testing import CliRunner, Result
 
 from rlboost_cli.main import app
-from rlboost_runtime.protocol.messages import AssignmentEnd, SleepMessage, SleptMessage, StepTrainedMessage
+from rlboost_runtime.coordinator.storage.journal import EventLog, EventReader
+from rlboost_runtime.core.base.messages import EventsLost, StepStarted, VersionPublished
+from rlboost_runtime.protocol.messages import (
+    AbortMessage,
+    AssignmentEnd,
+    AssignMessage,
+    DeliverGroupMessage,
+    InstanceReadyMessage,
+    LoadVersionMessage,
+    SleepMessage,
+    SleptMessage,
+    StepTrainedMessage,
+    VersionFetchedMessage,
+    VersionPublishedMessage,
+    WakeMessage,
+)
 from rlboost_runtime.run.folder import RunFolder, write_json
-from tests.integration.coordinator.test_coordinator_shell import begin_step, frame, join, shell
+from rlboost_runtime.seams import SystemDisk
+from tests.integration.coordinator.test_coordinator_shell import begin_step, frame, join, request, shell
 
 pytestmark = pytest.mark.integration
 
@@ -86,6 +103,48 @@ def test_an_event_that_was_dropped_from_the_log_is_found(run: RunFolder) -> None
     at = max(number for number, line in enumerate(lines) if b"Finished" in line)
     run.events.write_bytes(b"".join(lines[:at]))
     assert "never finished" in audit(code=1).stdout
+
+
+async def train_under_two_versions(run: RunFolder) -> None:
+    """Publish version 1 within a step with in-flight updates: one response has tokens of both."""
+    async with shell(run.path) as made:
+        trainer = made.trainers()
+        agent = await join(made, trainer)
+        await trainer.say(msgspec.structs.replace(request(), in_flight_updates=True))
+        await agent.hear(WakeMessage)
+        await agent.say(InstanceReadyMessage(0))
+        a, b = [item.assignment for item in (await agent.hear(AssignMessage)).items]
+        await agent.say(frame(0, [(a, 0, [4, 9]), (b, 0, [5])], AssignmentEnd(a, "stop")))
+        await trainer.say(VersionPublishedMessage(1, "digest 1", 1, 0.0))
+        while (await agent.hear(LoadVersionMessage)).version != 1:
+            pass
+        await agent.say(VersionFetchedMessage(1))
+        await agent.hear(AbortMessage)
+        await agent.say(frame(1, [], AssignmentEnd(b, "aborted")))
+        await agent.say(InstanceReadyMessage(1))
+        (rest,) = (await agent.hear(AssignMessage)).items
+        end = AssignmentEnd(rest.assignment, "stop")
+        await agent.say(frame(2, [(rest.assignment, 1, [9])], end, version=1))
+        await trainer.hear(DeliverGroupMessage)
+        await asyncio.sleep(0.1)
+
+
+@pytest.mark.parametrize("in_log_until", [VersionPublished, StepStarted])
+def test_a_power_cut_that_took_the_end_of_the_log_is_no_problem(run: RunFolder, in_log_until: type) -> None:
+    asyncio.run(train_under_two_versions(run))
+    assert json.loads(audit("--json").stdout)["problems"] == []
+    events = list(EventReader(run.events))
+    if in_log_until is VersionPublished:  # of version 1: the cut took it and all behind it
+        kept = max(number for number, event in enumerate(events) if isinstance(event, VersionPublished))
+    else:
+        kept = next(number for number, event in enumerate(events) if isinstance(event, StepStarted))
+    run.events.unlink()
+    log = EventLog(run.events, SystemDisk())
+    for event in events[: kept + 1 if in_log_until is StepStarted else kept]:
+        log.append(event)
+    assert audit(code=1).exit_code == 1  # nothing says that events are missing
+    log.append(EventsLost(events[-1].at, 100, 100, 100))
+    assert json.loads(audit("--json").stdout)["problems"] == []
 
 
 def test_it_needs_the_journal_and_says_which_field_keeps_it(run: RunFolder) -> None:
