@@ -89,6 +89,8 @@ class PlayedTrainer:
         )
         self._session = CoordinatorSession(dial, talk, clock)
         self._ask(self._step)
+        while trained.in_flight_updates and self._may_ask_ahead():
+            self._ask(max(self._asked) + 1)
 
     async def run(self) -> None:
         """Train until the run is done. The session goes on until the process is killed."""
@@ -117,8 +119,7 @@ class PlayedTrainer:
                 self._holds_lease = False
                 self._ask(self._step)
                 self._session.post(self._newest())
-            else:
-                self._ask_ahead()
+            self._ask_ahead()
         await session
 
     # --- what it asks for ---------------------------------------------------------------------------------
@@ -138,16 +139,25 @@ class PlayedTrainer:
             MAX_TOKENS,
             (STOP,),
             in_flight_updates=self._trained.in_flight_updates,
+            open_from=self._step if self._trained.in_flight_updates else None,
         )
         self._groups.setdefault(step, {})
         self._said_before = len(self._reports)
 
     def _ask_ahead(self) -> None:
-        newest = max(self._asked)
-        may = newest + 1 < self._trained.num_steps and newest < self._step + self._trained.max_staleness
-        if may and self._is_complete(newest):
-            self._ask(newest + 1)
+        if self._may_ask_ahead():
+            self._ask(max(self._asked) + 1)
             self._session.post(self._newest())
+
+    def _may_ask_ahead(self) -> bool:
+        newest, trained = max(self._asked, default=-1), self._trained
+        is_time = trained.in_flight_updates or self._is_complete(newest)
+        return (
+            bool(self._asked)
+            and is_time
+            and newest + 1 < trained.num_steps
+            and newest < self._step + trained.max_staleness
+        )
 
     def _newest(self) -> Message:
         """Return the last request, which keeps the GPUs where an earlier step is to be trained."""
@@ -162,13 +172,18 @@ class PlayedTrainer:
         return TrainerHello(SCHEMA, self._run, self._boot, self._holds_lease)
 
     def _welcomed(self, welcome: TrainerWelcome) -> list[Message]:
-        return [self._published(), *self._reports, self._repeated()]
+        return [self._published(), *self._reports, *self._repeated()]
 
-    def _repeated(self) -> Message:
-        """Return the last request as it was made: a trainer keeps the GPUs that it holds."""
+    def _repeated(self) -> list[Message]:
+        """Return the requests of the open steps as they were made: a trainer keeps the GPUs that it holds."""
         if not self._asked:
-            return RunFinished("/played/model")
-        return msgspec.structs.replace(self._asked[max(self._asked)], keeps_lease=self._holds_lease)
+            return [RunFinished("/played/model")]
+        since = self._step if self._trained.in_flight_updates else max(self._asked)
+        return [
+            msgspec.structs.replace(request, keeps_lease=self._holds_lease)
+            for step, request in sorted(self._asked.items())
+            if step >= since
+        ]
 
     def _published(self) -> Message:
         return VersionPublishedMessage(self._step, f"digest {self._step}", 1000, 0.1)
@@ -180,8 +195,11 @@ class PlayedTrainer:
         if getattr(command, "step", None) == newest:
             del self._reports[: self._said_before]
             self._said_before = 0
+        is_early = self._trained.in_flight_updates
         match command:
-            case DeliverGroupMessage(step=step, group=group) if step == newest:
+            case DeliverGroupMessage(step=step, group=group) if step == newest or (
+                is_early and step in self._asked
+            ):
                 self._check(command)
                 self._groups[step].setdefault(group, command)
                 self._ask_ahead()

@@ -126,11 +126,10 @@ def audit(run: RunFolder) -> Audit:
     found.finished = len(finished)
     found.cancelled = core.counters.cancelled
     is_done = (read_json(run.outcome) or {}).get("state", "done") == "done"
-    open_step = None if is_done or core.step is None else core.step.step
-    if open_step is not None and core.step is not None:
-        found.unfinished = core.step.num_unfinished
-    is_cut_off = is_done and has_lost_events and core.step is not None  # all that came later is lost
-    unsaid = core.step.num_unfinished if is_cut_off and core.step is not None else 0
+    num_unfinished = sum(step.num_unfinished for step in core.open_steps)
+    open_steps = set() if is_done else {step.step for step in core.open_steps}
+    found.unfinished = 0 if is_done else num_unfinished
+    unsaid = num_unfinished if is_done and has_lost_events else 0  # all that came later is lost
     if found.requested != found.finished + found.cancelled + found.unfinished + unsaid:
         found.problems.append(
             f"{found.requested} responses requested, {found.finished} finished, {found.cancelled} cancelled"
@@ -148,7 +147,7 @@ def audit(run: RunFolder) -> Audit:
             found,
             episodes,
             published=published,
-            is_open=step == open_step,
+            is_open=step in open_steps,
             has_lost_events=has_lost_events,
         )
         found.steps.append(audited)

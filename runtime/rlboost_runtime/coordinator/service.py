@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import signal
 import socket
@@ -439,11 +440,11 @@ class Coordinator:
     async def _probe_lag(self) -> None:
         lags: deque[float] = deque(maxlen=round(60 / LAG_PROBE_S))
         loop = asyncio.get_running_loop()
-        while True:
+        for number in itertools.count(1):
             due = loop.time() + LAG_PROBE_S
             await asyncio.sleep(LAG_PROBE_S)
             lags.append(max(0.0, loop.time() - due))
-            if len(lags) % 50 == 0:
+            if number % 50 == 0:
                 self._sources.loop_lag_p99_ms = 1000 * sorted(lags)[int(0.99 * (len(lags) - 1))]
 
     def _note_served(self) -> None:

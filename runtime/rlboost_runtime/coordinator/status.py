@@ -202,15 +202,20 @@ def _is_progress_due(sources: StatusSources) -> bool:
 
 
 def _unfinished_tokens(state: CoreDriver) -> int:
-    """Return the tokens of the open step's responses that have not finished. After a power cut the core may
-    not know the step yet, or not all of it."""
-    if state.step is None or state.core.step is None:
-        return 0
-    known = state.core.step.responses
+    """Return the tokens of the open steps' responses that have not finished. After a power cut the core may
+    not know a step yet, or not all of it."""
+    newest = [] if state.step is None else [state.step]
+    finished = {
+        number
+        for book in state.core.open_steps
+        for number, response in book.responses.items()
+        if response.finish_reason is not None
+    }
     return sum(
         state.store.length(response)
-        for response in state.step.all_responses()
-        if response not in known or known[response].finish_reason is None
+        for step in (*newest, *state.earlier.values())
+        for response in step.all_responses()
+        if response not in finished
     )
 
 
@@ -262,7 +267,8 @@ def _phase(sources: StatusSources, preparing: Preparation | None) -> str:
         return preparing.doing
     if core.step is None:
         return _before_the_first_step(sources)
-    done = f"{core.step.num_finished} of {len(core.step.responses)} responses"
+    books = core.open_steps
+    done = f"{sum(b.num_finished for b in books)} of {sum(len(b.responses) for b in books)} responses"
     match core.lease:
         case LeaseState.TRAINER:
             return f"training, {done} finished"

@@ -32,9 +32,9 @@ def _check_work(instance_table: InstanceTable, work: Assignments) -> None:
     assert held == work.current, "instances and current assignments disagree"
     responses = list(work.requests.responses.values())
     work.requests.check()
-    if work.book is not None:
-        work.book.check()
-        responses += work.book.responses.values()
+    for book in work.steps:
+        book.check()
+        responses += book.responses.values()
     queued = [r.response for r in work.dispatcher.queued()]
     waiting = [r.response for r in responses if r.state is ResponseState.WAITING]
     assert sorted(queued) == sorted(waiting), f"queued {queued}, waiting {waiting}: one is lost or doubled"

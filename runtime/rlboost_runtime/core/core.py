@@ -16,6 +16,7 @@ After every event, `check` holds. What it promises a run (design, section 4):
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -93,6 +94,10 @@ InstanceMessage = (
 MachineMessage = MachineLaunched | LaunchFailed | MachineGone
 
 
+SIMILAR_STEPS = 4
+"""Of steps that overlap, so many are averaged: one that ends late makes the next one look short."""
+
+
 class Core:
     """All scheduling state of one run. Only `handle` changes it.
 
@@ -107,6 +112,10 @@ class Core:
         self._whole_bytes = 0
         self._published_at: float | None = None
         self._trained_at: float | None = None
+        self._finished_at = 0.0
+        """When the step that was trained last had all its responses."""
+        self._fleet_s: deque[float] = deque(maxlen=SIMILAR_STEPS)
+        """Seconds of the fleet that the last steps took, where several are open at once."""
         self._step_s: float | None = None
         self._ahead: dict[int, tuple[StepResponses, float]] = {}
         """Steps that are rolled out and not trained while a later one is rolled out, and how many spot
@@ -172,9 +181,11 @@ class Core:
         self._eligible.check()
         eligible = self._eligible.eligible
         stalled = [r for r in self._work.dispatcher.queued() if not r.failed_on] if eligible else []
-        empty = [i.instance for i in eligible.values() if not i.assignments]
         may_stall = self._work.dispatcher.may_stall
-        assert may_stall or not (stalled and empty), f"responses wait although {empty} are empty"
+        idle = [i for i in eligible.values() if not i.assignments]
+        for response in [] if may_stall else stalled:
+            free = [i.instance for i in idle if self._work.dispatcher.may_run(response, i)]
+            assert not free, f"responses wait although {free} are empty"
         present = sum(i.is_present for i in self._instance_table.spot())
         assert present == self._presence.count, f"{present} spot instances, {self._presence.count} metered"
 
@@ -192,8 +203,13 @@ class Core:
 
     @property
     def step(self) -> StepResponses | None:
-        """The open step; it stays open, all finished, until the next one."""
-        return self._work.book
+        """The step that was asked for last; it stays open, all finished, until the next one."""
+        return self._work.steps.newest
+
+    @property
+    def open_steps(self) -> list[StepResponses]:
+        """All open steps, oldest first: several only with in-flight updates."""
+        return list(self._work.steps)
 
     @property
     def open_requests(self) -> Mapping[int, Response]:
@@ -284,7 +300,7 @@ class Core:
         None before its last response is finished, and for a step that was requested again, by a restarted
         trainer or for more prompts: its times span two processes, or two rollouts.
         """
-        book = self._work.book
+        book = self._work.steps.newest
         if book is None:
             return None
         return self._observed(
@@ -309,15 +325,15 @@ class Core:
         )
 
     def response(self, response: int) -> Response:
-        """Return a response of the open step, or an open request. Raises `KeyError` for any other."""
+        """Return a response of an open step, or an open request. Raises `KeyError` for any other."""
         known = self._work.response(response)
         if known is None:
             raise KeyError(response)
         return known
 
     def complete_groups(self) -> list[int]:
-        """Return the groups of the open step whose responses are all finished, in order of completion."""
-        return [] if self._work.book is None else list(self._work.book.complete_groups)
+        """Return the groups of the newest step whose responses are all finished, in order of completion."""
+        return [] if self.step is None else list(self.step.complete_groups)
 
     def assignments(self) -> Iterator[tuple[int, int, str]]:
         """Yield the current assignments: assignment, response, instance."""
@@ -448,27 +464,40 @@ class Core:
         if self._context.is_ending:
             self._context.counters.stale_events += 1
             return
-        book = self._work.book
+        book, state = self._work.steps.get(event.step), self._lease.state
         if book is not None and book.is_for(event):
-            book.was_reopened, book.is_ahead = True, event.keeps_lease
-            self._work.add(event)
-            self._work.deliver_again()
+            book.was_reopened = True
+            book.is_ahead = event.keeps_lease or self._work.steps.first is not book
+            self._work.add(book, event)
+            self._work.deliver_again(book)
         else:
             self._open(event)
-        if not event.keeps_lease or self._lease.state not in (LeaseState.TRAINER, LeaseState.RECALLING):
+        if event.keeps_lease and state in (LeaseState.TRAINER, LeaseState.RECALLING):
+            if state is LeaseState.RECALLING:
+                self._context.emit(RecallLease(event.step))  # the recall on its way was of another step
+        elif not self._work.steps.earlier or state not in (LeaseState.ENGINES, LeaseState.CLOSING):
             self._lease.open(f"step {event.step} asked for", event.at)
-        elif self._lease.state is LeaseState.RECALLING:
-            self._context.emit(RecallLease(event.step))  # the recall on its way was of another step
 
     def _open(self, event: StepStarted) -> None:
-        former = self._work.book
-        is_ahead = event.keeps_lease and former is not None and not (former.trained or former.num_unfinished)
+        former = self._work.steps.newest
+        is_ahead = former is not None and not former.trained and former.step < event.step
+        is_ahead = (
+            is_ahead
+            and former is not None
+            and (
+                event.keeps_lease and not former.num_unfinished
+                if event.open_from is None
+                else event.open_from <= former.step
+            )
+        )
         if not is_ahead:
             self._ahead.clear()
             self._seeding.restart()
         elif former is not None:  # the window of the step that is trained is still to be learned from
             self._ahead[former.step] = former, self._presence.mean(event.at)
         self._work.open(event)
+        if self._work.steps.newest is not None and self._work.steps.earlier:
+            self._work.steps.newest.is_ahead = True
         self._presence.restart(event.at)
 
     def _on_request(self, event: RequestArrived) -> None:
@@ -485,9 +514,9 @@ class Core:
             self._work.withdraw(response)
 
     def _on_step_trained(self, event: StepTrained) -> None:
-        book = self._work.book
+        book = self._work.steps.newest
         if book is not None and event.step < book.step:
-            self._on_trained_before(event, book)
+            self._on_trained_before(event)
             return
         if book is None or book.step != event.step or book.num_unfinished:
             self._context.counters.stale_events += 1
@@ -507,16 +536,33 @@ class Core:
             self._size_fleet()
             self._num_learned += 1
 
-    def _on_trained_before(self, event: StepTrained, book: StepResponses) -> None:
+    def _on_trained_before(self, event: StepTrained) -> None:
         """A step is trained while a later one is rolled out."""
+        known = self._work.steps.earlier.get(event.step)
+        if known is not None and known.num_unfinished:
+            self._context.counters.stale_events += 1
+            return
         rolled_out = self._ahead.pop(event.step, None)
         for step in [step for step in self._ahead if step < event.step]:
             del self._ahead[step]
         if rolled_out is not None:
-            self._learn(self._observed(*rolled_out, event), event.at)
-        if book.step == event.step + 1:
-            self._lease_controller.trained_before(self._eligible.num_live_spot)
+            seen = self._observed(*rolled_out, event)
+            self._learn(seen and replace(seen, t_fleet=self._fleet_time(rolled_out[0])), event.at)
+        self._work.trained_earlier(event.step)
+        following = self._work.steps.first
+        if following is not None and following.step == event.step + 1:
+            self._lease_controller.trained_before(following, self._eligible.num_live_spot)
         self._shrink(event.at)
+
+    def _fleet_time(self, book: StepResponses) -> float | None:
+        """Return the fleet's seconds per step, where several are open at once: from the end of one step's
+        rollout to the end of the next, or from its begin if the fleet had nothing to do before."""
+        ended_at = book.last_finished_at
+        if not book.rank or ended_at is None:
+            return None
+        self._fleet_s.append(max(0.0, ended_at - max(book.started_at, self._finished_at)))
+        self._finished_at = max(self._finished_at, ended_at)
+        return sum(self._fleet_s) / len(self._fleet_s)
 
     def _note_boot(self, instance: Instance, at: float) -> None:
         machine = self._fleet.machines.get(instance.machine) if instance.pool is Pool.SPOT else None
@@ -692,20 +738,21 @@ class Core:
     def _served_versions(self) -> tuple[int | None, int | None]:
         """The oldest and the newest version under which work is given out: the step's, with in-flight updates
         up to the newest; without a step to roll out, requests get the one that the fleet is to load."""
-        book = self._work.book
+        book = self._work.steps.first_unfinished
         is_asked = bool(self._work.requests.responses) or self.config.autoscaling is not None
-        if is_asked and (book is None or not book.num_unfinished):
+        if is_asked and book is None:
             target = self._target_version()
             return target, target
+        book = book or self._work.steps.newest
         if book is None:
             return None, None
         return book.policy_version, self._newest_version if book.in_flight_updates else book.policy_version
 
     def _target_version(self) -> int | None:
         """The version to load: the open step's while it has work left, else the newest."""
-        book, newest = self._work.book, self._newest_version
-        is_open = book is not None and book.num_unfinished and not book.in_flight_updates
-        if book is not None and is_open and newest is not None and book.policy_version < newest:
+        book, newest = self._work.steps.first_unfinished, self._newest_version
+        is_held = book is not None and not book.in_flight_updates
+        if book is not None and is_held and newest is not None and book.policy_version < newest:
             return book.policy_version
         return newest
 

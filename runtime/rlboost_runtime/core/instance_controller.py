@@ -83,7 +83,7 @@ class InstanceController:
         elif machine is not None and not machine.counts:
             instance.apply(InstanceEvent.DRAINED, event.at)
         self._renew(instance)
-        if self._context.config.policy.loads_any_time or not self._work.num_unfinished:
+        if self._context.config.policy.loads_any_time or not self._work.steps.num_unfinished:
             self._awaits_order[instance.instance] = None
         self.changed[instance.instance] = None
 
@@ -166,9 +166,9 @@ class InstanceController:
         self._context.timers.cancel(Timer.PAUSE, instance.instance)
         self._context.timers.cancel(Timer.RELOAD, instance.instance)
         self.changed[instance.instance] = None
-        book = self._work.book
-        is_open = book is not None and book.num_unfinished
-        if not (book.takes(event.version) if book is not None and is_open else event.version == self.target):
+        self._work.touch(instance)
+        book = self._work.steps.first_unfinished
+        if not (event.version == self.target if book is None else book.takes(event.version)):
             self._work.abort_all(instance)
         if self.target is not None and event.version != self.target:
             self._awaits_order[instance.instance] = None
@@ -181,12 +181,9 @@ class InstanceController:
         Until then it is given work under its older version, so no token waits for a pull.
         """
         self._renew(instance)
-        book = self._work.book
+        book = self._work.steps.first_unfinished
         is_wanted = (
-            book is not None
-            and book.in_flight_updates
-            and book.num_unfinished
-            and event.version == self.target != instance.version
+            book is not None and book.in_flight_updates and event.version == self.target != instance.version
         )
         if not is_wanted or not instance.accepts(InstanceEvent.SWAP_BEGUN):
             return

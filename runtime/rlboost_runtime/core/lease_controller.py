@@ -27,6 +27,7 @@ from rlboost_runtime.core.dispatch.assignments import Assignments
 from rlboost_runtime.core.instance_controller import InstanceController
 from rlboost_runtime.core.state.instance_states import InstanceState
 from rlboost_runtime.core.state.instances import Instance, InstanceTable
+from rlboost_runtime.core.state.responses import StepResponses
 from rlboost_runtime.core.window.seeding_window import OpenWindow, SeedingWindow
 
 
@@ -164,7 +165,7 @@ class LeaseController:
 
         `num_serving` spot instances serve the open step's version, `num_live` are there, loading or not.
         """
-        lease, now, book = self.lease, self._context.now, self._work.book
+        lease, now, book = self.lease, self._context.now, self._work.steps.first
         look_at, window = None, OpenWindow(now, lease.opened_at, num_live)
         if book is not None and lease.state is LeaseState.ENGINES:
             self._note_waking()
@@ -189,11 +190,10 @@ class LeaseController:
         self._watch_window(inputs, look_at)
         self._watch_recall(inputs, waits_until)
 
-    def trained_before(self, num_live: int) -> None:
-        """The step before the open one is trained: the trainer would wait for the open one, holding the GPUs.
+    def trained_before(self, book: StepResponses, num_live: int) -> None:
+        """The step before an open one is trained: the trainer would wait for the open one, holding the GPUs.
         They are recalled for the window that a step has at its start, unless there is to be none."""
-        book, now = self._work.book, self._context.now
-        assert book is not None
+        now = self._context.now
         book.is_ahead = False
         self._seeding.restart()
         can_help = any(i.is_connected for i in self._instance_table.reserved.values())
@@ -209,9 +209,10 @@ class LeaseController:
 
     def _waits_until(self) -> float | None:
         """Return until when loading spot instances are as good as serving ones; None: they are not."""
-        if self._work.book is None or not self._seeding.skips_window:
+        book = self._work.steps.first
+        if book is None or not self._seeding.skips_window:
             return None
-        until = self._work.book.started_at + LOADING_S
+        until = book.started_at + LOADING_S
         return until if self._context.now < until else None
 
     def _note_waking(self) -> None:
@@ -220,14 +221,14 @@ class LeaseController:
             self._seeding.woken(self._context.now - self.lease.opened_at)
 
     def _inputs(self, has_serving_spot: bool) -> LeaseInputs:
-        reserved, book = self._instance_table.reserved, self._work.book
+        reserved, book = self._instance_table.reserved, self._work.steps.first
+        has_work = book is not None and (book.is_ahead or not book.num_unfinished)
         return LeaseInputs(
             now=self._context.now,
-            num_unfinished=self._work.num_unfinished,
+            num_unfinished=self._work.steps.num_unfinished,
             has_serving_spot=has_serving_spot,
             has_reserved=self._context.config.reserved_instances > 0 or bool(reserved),
-            can_recall=not (book is not None and book.is_ahead)
-            and any(i.is_connected for i in reserved.values()),
+            can_recall=not has_work and any(i.is_connected for i in reserved.values()),
             t_seed_s=self._seeding.t_seed_s,
             only_serves=self._context.config.autoscaling is not None,
         )
@@ -271,5 +272,6 @@ class LeaseController:
         self._recall("work is left and no spot instance serves")
 
     def _step(self) -> int:
-        assert self._work.book is not None, "the lease moves only for a step"
-        return self._work.book.step
+        newest = self._work.steps.newest
+        assert newest is not None, "the lease moves only for a step"
+        return newest.step

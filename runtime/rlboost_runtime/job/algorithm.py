@@ -227,8 +227,8 @@ class Algorithm(Model):
     under the version that it began with."""
     in_flight_updates: bool = False
     """Load a version as soon as it is published, in the middle of a step: responses continue under it, and
-    each token keeps the log-probability that it was sampled with (PipelineRL). Needs max_staleness from 1
-    on."""
+    each token keeps the log-probability that it was sampled with (PipelineRL). Steps are requested before
+    the step before them has arrived. Needs max_staleness from 1 on."""
     seed: Seed = 0
     """Seed of the order of prompts, of adapters and of torch. Responses differ from run to run nevertheless
     (docs/comparing.md)."""

@@ -375,6 +375,9 @@ class StepStartedMessage(Message, frozen=True, omit_defaults=True, tag="StepRequ
     in_flight_updates: bool = False
     """Its responses go on under versions that are published meanwhile; each segment of a delivered response
     says under which it was made."""
+    open_from: int | None = None
+    """Earlier steps from this one on stay open, and their responses go first; None: none does. Only with
+    `in_flight_updates`."""
 
     def begins(self, other: StepStartedMessage) -> bool:
         """Return True if `other` requests the same, with the same prompts and perhaps more behind them."""

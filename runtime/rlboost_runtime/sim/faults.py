@@ -49,6 +49,17 @@ from rlboost_runtime.sim.world import Watch, World
 from rlboost_runtime.traces import Trace, TraceEvent
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """One open step, as it was asked for."""
+
+    version: int
+    takes_newer: bool
+    """Its responses go on under versions that are published later."""
+    group: dict[int, int]
+    """Group by response."""
+
+
 @dataclass(slots=True)
 class _Life:
     """One registration of an instance."""
@@ -69,15 +80,15 @@ class Referee:
     def __init__(self) -> None:
         self.num_finished = 0
         self.num_events = 0
-        self._step, self._version = -1, -1
-        self._newest, self._takes_newer = -1, False
-        """The version published last, and whether the open step's responses go on under it."""
-        self._group: dict[int, int] = {}
-        """Group by response of the open step."""
+        self._newest = -1
+        """The version published last."""
+        self._steps: dict[int, _Asked] = {}
+        """The open steps, in the order in which they were asked for."""
         self._open: set[int] = set()
         self._ended: set[int] = set()
         self._tokens: dict[int, int] = {}
-        self._delivered: set[int] = set()
+        self._delivered: set[tuple[int, int]] = set()
+        """By step and group."""
         self._lives: dict[str, _Life] = {}
         self._holder: dict[int, tuple[str, int]] = {}
         """Instance and response by current assignment."""
@@ -95,10 +106,13 @@ class Referee:
         for command in commands:
             self._see(command)
 
-    def check_done(self) -> None:
+    def check_done(self, step: int) -> None:
         """A step is trained: nothing of it may be left."""
-        assert not self._open, f"responses {sorted(self._open)[:5]} were asked for and never ended"
-        assert set(self._group.values()) == self._delivered, "a group was not delivered"
+        asked = self._steps[step].group
+        left = sorted(self._open & asked.keys())
+        assert not left, f"responses {left[:5]} were asked for and never ended"
+        groups = {(step, group) for group in asked.values()}
+        assert groups == {each for each in self._delivered if each[0] == step}, "a group was not delivered"
 
     # --- events -------------------------------------------------------------------------------------------
 
@@ -108,15 +122,16 @@ class Referee:
                 self._newest = max(self._newest, version)
             case StepStarted():
                 self._has_gpu = self._has_gpu and event.keeps_lease
-                if (event.step, event.policy_version) != (self._step, self._version) or not self._group:
+                known = self._steps.get(event.step)
+                if known is None or known.version != event.policy_version or not known.group:
                     self._open_step(event)
                 else:
-                    self._delivered.clear()
+                    self._delivered = {each for each in self._delivered if each[0] != event.step}
             case RequestArrived(request=request):
                 self._open.add(request.response)
                 self._tokens[request.response] = 0
-            case StepTrained(step=step) if step == self._step:
-                self.check_done()
+            case StepTrained(step=step) if step in self._steps:
+                self.check_done(step)
             case LeaseReturned():
                 self._has_gpu = False
             case InstanceJoined():
@@ -147,17 +162,20 @@ class Referee:
                 pass
 
     def _open_step(self, event: StepStarted) -> None:
-        if event.keeps_lease:
-            self.check_done()
-        self._step, self._version = event.step, event.policy_version
-        self._takes_newer = event.in_flight_updates
-        self._group = {r.response: r.group for r in event.requests}
-        assert not self._ended & self._group.keys(), "a response's number was used twice"
-        self._open = set(self._group)
-        self._tokens = dict.fromkeys(self._group, 0)
-        self._delivered.clear()
-        for assignment in list(self._holder):
-            self._let_go(assignment)
+        if event.keeps_lease and event.open_from is None:
+            self.check_done(max(self._steps))
+        since = event.step if event.open_from is None else event.open_from
+        kept = {step: asked for step, asked in self._steps.items() if since <= step < event.step}
+        stays = {response for asked in kept.values() for response in asked.group}
+        group = {r.response: r.group for r in event.requests}
+        assert not self._ended & group.keys(), "a response's number was used twice"
+        self._steps = kept | {event.step: _Asked(event.policy_version, event.in_flight_updates, group)}
+        self._open = self._open & stays | group.keys()
+        self._tokens = {response: self._tokens[response] for response in stays} | dict.fromkeys(group, 0)
+        self._delivered = {each for each in self._delivered if each[0] in kept}
+        for assignment, (_, response) in list(self._holder.items()):
+            if response not in stays:
+                self._let_go(assignment)
 
     def _end(self, event: Finished) -> None:
         if event.response not in self._open:
@@ -200,11 +218,11 @@ class Referee:
             case Wake():
                 assert not self._has_gpu, f"{command.instance} is woken on the trainer's GPU"
                 self._lives[command.instance].is_asleep = False
-            case DeliverGroup(group=group):
-                left = [r for r in self._open if self._group.get(r) == group]
-                assert not left, f"group {group} is delivered without {left}"
-                assert group not in self._delivered, f"group {group} is delivered twice"
-                self._delivered.add(group)
+            case DeliverGroup(step=step, group=group):
+                left = [r for r, its in self._steps[step].group.items() if its == group and r in self._open]
+                assert not left, f"group {group} of step {step} is delivered without {left}"
+                assert (step, group) not in self._delivered, f"group {group} is delivered twice"
+                self._delivered.add((step, group))
             case GrantLease():
                 awake = [
                     n for n, i in self._lives.items() if i.pool is Pool.RESERVED and i.version is not None
@@ -225,9 +243,11 @@ class Referee:
         life, response = self._lives.get(command.instance), command.response
         assert life is not None, f"work for {command.instance}, which does not exist"
         assert life.epoch == command.epoch, f"work for a former life of {command.instance}"
-        newest = self._newest if self._takes_newer else self._version
-        proved = life.version is not None and self._version <= life.version <= newest
-        assert proved, f"{command.instance} has not proved version {self._version}"
+        steps = [asked for asked in self._steps.values() if response in asked.group]
+        asked = steps[0] if steps else next(reversed(self._steps.values()))  # a turn: of the newest step
+        newest = self._newest if asked.takes_newer else asked.version
+        proved = life.version is not None and asked.version <= life.version <= newest
+        assert proved, f"{command.instance} has not proved version {asked.version}"
         assert response in self._open, f"response {response} is over, or of another step"
         assert command.assignment not in self._used, "an assignment's number was used twice"
         assert life.pool is Pool.SPOT or not self._has_gpu, "work on the trainer's GPU"

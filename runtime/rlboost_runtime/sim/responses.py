@@ -3,7 +3,7 @@
 The lengths of a step depend on the seed and the step alone, so that policies are compared on the same
 responses.
 
-The truth about the open step's responses: how long each becomes and what has been received of it.
+The truth about the open steps' responses: how long each becomes and what has been received of it.
 """
 
 from __future__ import annotations
@@ -80,29 +80,31 @@ class ResponseStore:
 
     def __init__(self, group_size: int, max_tokens: int) -> None:
         self.tokens: dict[int, int] = {}
-        """Received tokens, by response of the open step."""
+        """Received tokens, by response of the open steps."""
         self.tokens_redone = 0
         """Received tokens that were thrown away and have to be generated again."""
         self.max_tokens = max_tokens
         """Most tokens of a response, or of an episode after its prompt."""
         self._group_size = group_size
-        self._first = 0
         self._next = 0
-        self._lengths = StepLengths((), ())
+        self._steps: list[tuple[int, StepLengths]] = []
+        """First response and lengths of the open steps, newest first."""
 
-    def open_step(self, lengths: StepLengths) -> tuple[ResponseRequest, ...]:
-        """Begin a step; return what the trainer asks for."""
-        self._lengths = lengths
-        self._first, self._next = self._next, self._next + len(lengths.tokens)
-        numbers = range(self._first, self._next)
-        self.tokens = dict.fromkeys(numbers, 0)
+    def open_step(self, lengths: StepLengths, num_kept: int = 0) -> tuple[ResponseRequest, ...]:
+        """Begin a step; return what the trainer asks for. So many steps before it stay open."""
+        numbers = range(self._next, self._next + len(lengths.tokens))
+        self._next = numbers.stop
+        self._steps = [(numbers.start, lengths), *self._steps[:num_kept]]
+        since = self._steps[-1][0]
+        kept = {number: tokens for number, tokens in self.tokens.items() if since <= number < numbers.start}
+        self.tokens = kept | dict.fromkeys(numbers, 0)
         return tuple(
             ResponseRequest(number, i // self._group_size, lengths.prompts[i], self.max_tokens)
             for i, number in enumerate(numbers)
         )
 
     def is_open(self, response: int) -> bool:
-        """Return True if the response belongs to the open step."""
+        """Return True if the response belongs to an open step."""
         return response in self.tokens
 
     def begin(self, response: int, keep_tokens: int | None) -> int:
@@ -115,11 +117,16 @@ class ResponseStore:
 
     def prompt_of(self, response: int) -> int:
         """Return the prompt's tokens."""
-        return self._lengths.prompts[response - self._first]
+        first, lengths = self._step_of(response)
+        return lengths.prompts[response - first]
 
     def goal_of(self, response: int) -> int:
         """Return how many tokens the response becomes."""
-        return self._lengths.tokens[response - self._first]
+        first, lengths = self._step_of(response)
+        return lengths.tokens[response - first]
+
+    def _step_of(self, response: int) -> tuple[int, StepLengths]:
+        return next(step for step in self._steps if step[0] <= response)
 
     def finish(self, response: int) -> tuple[int, FinishReason]:
         """Note that a response is complete; return its length and why it ended."""
@@ -129,15 +136,16 @@ class ResponseStore:
 
     def turns_of(self, episode: int) -> tuple[SimTurn, ...]:
         """Return the turns of an episode."""
-        return self._lengths.turns[episode - self._first]
+        first, lengths = self._step_of(episode)
+        return lengths.turns[episode - first]
 
     def session_of(self, response: int) -> int | None:
         """Return what a response has its prefix in common with; None: nothing."""
         return None
 
-    def members_of(self, group: int) -> range:
-        """Return the responses of a group."""
-        start = self._first + group * self._group_size
+    def members_of(self, first: int, group: int) -> range:
+        """Return the responses of a group of the step whose first response is given."""
+        start = first + group * self._group_size
         return range(start, start + self._group_size)
 
     def lengths_of(self, response: int) -> tuple[int, int]:

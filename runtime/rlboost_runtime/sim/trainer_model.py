@@ -2,7 +2,8 @@
 GPUs, and publishes.
 
 With `Workload.max_staleness` it asks for a step as soon as all groups of the newest one are there, so many
-steps ahead of the one that it trains, and keeps the GPUs.
+steps ahead of the one that it trains, and keeps the GPUs. With `Workload.in_flight_updates` it does not wait
+for them: so many steps are open besides the one that it trains.
 
 A response costs some forward passes (`Assumptions.forward_passes`). A micro-batch takes whole
 groups, at least `micro_batch_responses` of them and whatever else is ready, up to `MAX_SHARE` of the step,
@@ -69,6 +70,7 @@ class _Step:
     """A step that was asked for and is not trained yet."""
 
     number: int
+    first_response: int
     lengths: StepLengths
     num_missing: int
     """Responses that have not arrived."""
@@ -85,7 +87,7 @@ class SimTrainer:
         self, host: TrainerHost, preset: Preset, seed: int, *, waits_for_weights: bool, weight_bytes: int
     ) -> None:
         self._steps: deque[_Step] = deque()
-        """The one that is trained first; all but the last have arrived."""
+        """The one that is trained first; without in-flight updates all but the last have arrived."""
         self._next_step = 0
         self._version = 0
         self._weight_bytes = weight_bytes
@@ -105,27 +107,34 @@ class SimTrainer:
         self._host.send(VersionPublished(self._host.agenda.now, 0, self._weight_bytes))
         self._open()
 
-    def group_finished(self, group: int) -> None:
+    def group_finished(self, step: int, group: int) -> None:
         """A group is finished."""
         if self._preset.assumptions.trains_whole_groups:
-            self._arrived(self._host.responses.members_of(group))
+            asked = next(each for each in self._steps if each.number == step)
+            self._arrived(asked, self._host.responses.members_of(asked.first_response, group))
 
     def response_finished(self, response: int) -> None:
         """A response is finished."""
         if not self._preset.assumptions.trains_whole_groups:
-            self._arrived((response,))
+            asked = next(each for each in reversed(self._steps) if each.first_response <= response)
+            self._arrived(asked, (response,))
 
-    def _arrived(self, responses: Sequence[int]) -> None:
-        newest = self._steps[-1]
-        newest.ready.extend(self._host.responses.lengths_of(response) for response in responses)
-        newest.num_missing -= len(responses)
+    def _arrived(self, step: _Step, responses: Sequence[int]) -> None:
+        step.ready.extend(self._host.responses.lengths_of(response) for response in responses)
+        step.num_missing -= len(responses)
         self._try()
         if self._may_ask_ahead():
             self._host.agenda.after(0.0, self._ask_ahead)
 
+    @property
+    def _asks_early(self) -> bool:
+        workload = self._preset.workload
+        return workload.in_flight_updates and workload.turns is None
+
     def _may_ask_ahead(self) -> bool:
         steps = self._steps
-        return 0 < len(steps) <= self._preset.workload.max_staleness and not steps[-1].num_missing
+        is_time = bool(steps) and (self._asks_early or not steps[-1].num_missing)
+        return is_time and len(steps) <= self._preset.workload.max_staleness
 
     def _ask_ahead(self) -> None:
         if self._may_ask_ahead():
@@ -150,8 +159,10 @@ class SimTrainer:
         self._next_step += 1
         is_ahead = bool(self._steps)
         lengths = draw_lengths(preset.workload, preset.assumptions, self._seed, number)
-        requests = self._host.responses.open_step(lengths)
-        self._steps.append(_Step(number, lengths, preset.workload.responses, preset.workload.responses))
+        num_kept = len(self._steps) if self._asks_early else 0
+        requests = self._host.responses.open_step(lengths, num_kept)
+        num = preset.workload.responses
+        self._steps.append(_Step(number, requests[0].response, lengths, num, num))
         if not is_ahead:
             self._has_lease = self._is_recalled = False
             self._begin_step(gives_back=True)
@@ -161,11 +172,14 @@ class SimTrainer:
                 number,
                 self._version,
                 requests,
-                keeps_lease=is_ahead,
+                keeps_lease=is_ahead and (self._has_lease or not self._asks_early),
                 are_episodes=preset.workload.turns is not None,
                 in_flight_updates=preset.workload.in_flight_updates,
+                open_from=self._steps[0].number if self._asks_early else None,
             )
         )
+        if self._asks_early and self._may_ask_ahead():
+            self._host.agenda.after(0.0, self._ask_ahead)
 
     def _begin_step(self, *, gives_back: bool) -> None:
         self._wait_s = self._train_s = 0.0

@@ -410,8 +410,8 @@ class World:
             case Sleep() | Wake():
                 self.trainer_activity("hand-over")
                 self._to_agent(command)
-            case DeliverGroup(group=group):
-                self._trainer.group_finished(group)
+            case DeliverGroup(step=step, group=group):
+                self._trainer.group_finished(step, group)
             case GrantLease():
                 self._trainer.granted()
             case RecallLease():

@@ -157,7 +157,9 @@ class TrainerLoop:
             self._run.checkpoints, self._state.take, every_steps=None if every == "auto" else every,
             keep=trainer.keep_checkpoints, on_durable=self._durable,
         )  # fmt: skip
-        self._requested = RequestedSteps[PendingGroup](algorithm.max_staleness, algorithm.steps)
+        self._requested = RequestedSteps[PendingGroup](
+            algorithm.max_staleness, algorithm.steps, asks_early=algorithm.in_flight_updates
+        )
         self._requested_before: dict[int, tuple[int, int]] = {}
         self._past_waits = Waits()
 
@@ -235,6 +237,8 @@ class TrainerLoop:
         waited, reward_waited = self._waits(), self._scorer.reward_wait_s
         awake_s, asleep_s = self._residency.awake_s, self._residency.asleep_s
         requested = self._requested.get(step) or self._request(step, step)
+        if self._job.algorithm.in_flight_updates:
+            self._request_ahead(step)
         selection = GroupSelection(
             self._job.algorithm.zero_variance_groups, self._job.algorithm.prompts_per_step
         )
@@ -340,6 +344,7 @@ class TrainerLoop:
             group_size=algorithm.group_size, max_response_tokens=algorithm.max_response_tokens,
             stop_token_ids=self._policy.stop_token_ids, keep_lease=step != training,
             are_episodes=self._episodes is not None, in_flight_updates=algorithm.in_flight_updates,
+            open_from=self._requested.open_from,
         )  # fmt: skip
         return requested
 
@@ -394,11 +399,17 @@ class TrainerLoop:
         return self._past_waits + self._stream.waits
 
     def _receive(self, training: int, min_responses: int) -> None:
-        """Receive groups, at least `min_responses` or the rest of their step; request the next step where it
-        is time."""
-        self._requested.newest.arrived += self._stream.next_groups(min_responses)
-        ahead = self._requested.next_ahead(training)
-        if ahead is not None:
+        """Receive groups, at least `min_responses` of step `training` or the rest of it; request the next
+        steps where it is time."""
+        for group in self._stream.next_groups(min_responses, training):
+            requested = self._requested.get(group.step)
+            assert requested is not None, f"step {group.step} is open"
+            requested.arrived.append(group)
+        self._request_ahead(training)
+
+    def _request_ahead(self, training: int) -> None:
+        """Request the steps that may be requested now, while step `training` is trained or waited for."""
+        while (ahead := self._requested.next_ahead(training)) is not None:
             self._request(ahead, training)
 
     def _train_as_they_arrive(

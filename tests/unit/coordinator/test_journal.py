@@ -377,3 +377,21 @@ async def test_close_on_a_full_disk_says_what_was_not_written(tmp_path: Path):
 
 def test_a_step_without_a_segment_has_no_records(tmp_path: Path):
     assert list(Journal.read(tmp_path / "nowhere", 3)) == []
+
+
+async def test_two_segments_stay_open_and_each_record_goes_to_its_own(tmp_path: Path) -> None:
+    async with started(tmp_path) as bench:
+        bench.journal.open_step(0, fresh=True)
+        bench.journal.append(b"a")
+        bench.journal.open_step(1, fresh=True)
+        for record in (b"b", b"c"):
+            bench.journal.append(record)
+            bench.journal.append(record.upper(), step=0)
+            await bench.journal.flushed()
+        assert len(bench.disk.opened) == 2, "neither is opened again, which reads it to its end"
+        assert bench.read(0) == [b"a", b"B", b"C"]
+        bench.journal.drop_before(1)
+        await bench.journal.flushed()
+        bench.journal.append(b"d")
+    assert bench.read(0) == []
+    assert bench.read(1) == [b"b", b"c", b"d"]

@@ -121,3 +121,12 @@ def test_a_number_that_changed_in_a_small_file_is_found(run: RunFolder) -> None:
     run.head.write_bytes(run.head.read_bytes().replace(b'"a"', b'"b"'))
     with pytest.raises(RuntimeFault, match=r"head\.json is damaged: its checksum"):
         read_json(run.head)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.5])
+def test_a_number_that_json_has_not_is_written_and_read_nevertheless(tmp_path: Path, value: float) -> None:
+    write_json(tmp_path / "status.json", {"loss": value, "none": [], "text": "\u00fc"})
+    found = read_json(tmp_path / "status.json")
+    assert isinstance(found, dict)
+    assert repr(found["loss"]) == repr(value)
+    assert (tmp_path / "status.json").read_text().startswith('{\n "loss": ')

@@ -43,6 +43,21 @@ def test_the_next_step_is_requested_once_this_one_has_arrived() -> None:
     assert steps.next_ahead(2) is None, "there are only three"
 
 
+def test_with_in_flight_updates_a_step_is_requested_before_the_one_before_it_has_arrived() -> None:
+    steps = RequestedSteps[int](2, 9, asks_early=True)
+    assert RequestedSteps[int](2, 9).open_from is None
+    for step in (0, 1, 2):
+        assert step == 0 or steps.next_ahead(0) == step
+        steps.add(requested(step, 0))
+    assert steps.next_ahead(0) is None, "its tokens would be three updates old"
+    assert steps.open_from == 0
+    steps.remove(0)
+    assert steps.open_from == 1
+    assert steps.next_ahead(1) == 3
+    with pytest.raises(AssertionError):
+        RequestedSteps[int](1, 9).add(requested(0, 0)) or steps.add(requested(2, 2))
+
+
 def test_a_step_that_would_be_too_old_is_refused() -> None:
     with pytest.raises(AssertionError):
         RequestedSteps(1, 9).add(requested(5, 3))

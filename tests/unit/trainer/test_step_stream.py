@@ -510,3 +510,53 @@ def test_run_failed_is_the_last_word(coordinator, stream):
     connection, _ = coordinator.accept()
     assert stream.failed("bad", "good")
     assert connection.hear() == RunFailed("bad", "good")
+
+
+def ask_early(stream: StepStream, step: int, since: int, groups: int = 2) -> None:
+    prompts = [PromptSpec(i, b"\0\0\0\0") for i in range(groups)]
+    stream.request_step(
+        step, 0, prompts, group_size=2, max_response_tokens=4, keep_lease=True, in_flight_updates=True,
+        open_from=since,
+    )  # fmt: skip
+
+
+def test_groups_of_an_earlier_open_step_still_come(coordinator, stream):
+    connection, _ = coordinator.accept()
+    ask_early(stream, 0, 0)
+    ask_early(stream, 1, 0)
+    connection.say(group(0, step=1), group(0), group(1, step=1))
+    eventually(lambda: len(stream._groups) == 3)
+    found = stream.next_groups(2, 0)
+    assert [(each.step, each.group) for each in found] == [(1, 0), (0, 0), (1, 1)]
+    connection.say(group(0), group(1))
+    assert [(each.step, each.group) for each in stream.next_groups(99, 0)] == [(0, 1)]
+    assert stream.next_groups(1, 0) == []
+
+
+def test_a_step_that_is_trained_or_not_kept_open_gets_no_more_groups(coordinator, stream):
+    connection, _ = coordinator.accept()
+    ask_early(stream, 0, 0)
+    ask_early(stream, 1, 0)
+    stream.trained(StepTrainedMessage(0, 0, 0, 1, 0.5, {}))
+    ask_early(stream, 2, 1)
+    connection.say(group(0), group(0, step=1), group(0, step=2))
+    eventually(lambda: len(stream._groups) == 2)
+    assert [each.step for each in stream.next_groups(2, 1)] == [1, 2]
+    ask_early(stream, 3, 3)
+    connection.say(group(1, step=1), group(1, step=2), group(0, step=3))
+    eventually(lambda: len(stream._groups) == 1)
+    assert [each.step for each in stream.next_groups(2, 3)] == [3]
+
+
+def test_all_open_steps_are_requested_again_with_the_lease_as_it_is(coordinator, stream):
+    first, _ = coordinator.accept()
+    ask_early(stream, 0, 0)
+    ask_early(stream, 1, 0)
+    assert [first.hear().keeps_lease for _ in range(2)] == [False, False]
+    first.say(GrantLeaseMessage(1))
+    eventually(lambda: stream.holds_lease)
+    first.drop()
+    second, hello = coordinator.accept()
+    assert hello.holds_lease
+    heard = [second.hear() for _ in range(2)]
+    assert [(m.step, m.open_from, m.keeps_lease) for m in heard] == [(0, 0, True), (1, 0, True)]

@@ -43,7 +43,7 @@ from rlboost_runtime.coordinator.storage.journal import (
     segment_path,
 )
 from rlboost_runtime.coordinator.storage.snapshot import SnapshotWriter
-from rlboost_runtime.coordinator.storage.token_store import TokenStore
+from rlboost_runtime.coordinator.storage.token_store import StepStores, TokenStore
 from rlboost_runtime.core.base.messages import (
     FIRST_REQUEST,
     Abort,
@@ -74,7 +74,7 @@ from rlboost_runtime.core.base.messages import (
     Wake,
 )
 from rlboost_runtime.core.base.prior import Prior
-from rlboost_runtime.core.state.responses import Response
+from rlboost_runtime.core.state.responses import Response, StepResponses
 from rlboost_runtime.errors import RuntimeFault
 from rlboost_runtime.logs import event as log_event
 from rlboost_runtime.protocol.messages import (
@@ -228,7 +228,7 @@ class CoreDriver:
         self.core, self.totals, *_ = recovered
         self.repairs: list[str] = [recovered.problem] if recovered.problem else []
         """What of event log and journal was lost or damaged when this process began, for people."""
-        self.store = TokenStore()
+        self.store = StepStores()
         self.journal_problem: str | None = None
         self.journal = Journal(run.journal, disk, self._journal_problem, lambda: self.events.size)
         self.requests = RequestDesk(
@@ -237,9 +237,12 @@ class CoreDriver:
             keeps_past=keep_journal,
         )
         self.step: OpenStep | None = None
+        """The one that was asked for last; None while it is being opened."""
+        self.earlier: dict[int, OpenStep] = {}
+        """Those before it that stay open."""
         self.wanted = range(2**31)
-        """The groups that the trainer has asked for and does not have. One that was killed has not asked
-        again for all that a step has which was extended."""
+        """The newest step's groups that the trainer has asked for and does not have. One that was killed has
+        not asked again for all that a step has which was extended."""
         self._outlet = outlet
         self._observers = tuple(observers)
         self._keep_journal = keep_journal
@@ -300,6 +303,8 @@ class CoreDriver:
             self._is_broken.set()
             raise
         commands = self.core.handle(event)
+        if isinstance(event, StepTrained):
+            self._forget_closed()
         self.totals.observe(event, commands, self.core)
         for command in commands:
             self._carry_out(command)
@@ -312,9 +317,11 @@ class CoreDriver:
                 self._assign(command)
             case Abort() | LoadVersion() | Sleep() | Wake() | Evict():
                 self._outlet.to_agent(command)
-            case DeliverGroup(group=group):
-                if self.step is not None and not self.step.request.are_episodes and group in self.wanted:
-                    self._outlet.deliver(self.finished_group(group))
+            case DeliverGroup(step=number, group=group):
+                step = self.open_step_of(number)
+                is_wanted = step is not self.step or group in self.wanted
+                if step is not None and not step.request.are_episodes and is_wanted:
+                    self._outlet.deliver(self.finished_group(step, group))
             case EndRequest(response=response, reason=reason):
                 if reason is FinishReason.QUARANTINED:
                     self.requests.complete(response, reason)
@@ -328,7 +335,8 @@ class CoreDriver:
         if response >= FIRST_REQUEST:
             self._assign_request(command)
             return
-        if self.step is None:
+        step = self._step_of(response)
+        if step is None:
             return  # the next step is being opened: it cancels this one's responses
         offset = self.store.assign(command.assignment, response, command.instance)
         complete = self.store.is_complete(response)
@@ -341,7 +349,7 @@ class CoreDriver:
             self.tokens_migrated += offset
         kept, version = self.store.token_ids(response), self.core.instances[command.instance].version
         assert version is not None, "only instances that serve are given work"
-        self._outlet.work(command, self.step.work(response, command.assignment, kept, version))
+        self._outlet.work(command, step.work(response, command.assignment, kept, version))
 
     def _assign_request(self, command: Assign) -> None:
         version = self.core.instances[command.instance].version
@@ -354,21 +362,44 @@ class CoreDriver:
         self._outlet.work(command, item)
 
     def length(self, response: int) -> int:
-        """Return how many tokens a response of the open step, or an open request, has."""
+        """Return how many tokens a response of an open step, or an open request, has."""
         return self.requests.length(response) if response >= FIRST_REQUEST else self.store.length(response)
 
     # --- steps --------------------------------------------------------------------------------------------
+
+    def open_step_of(self, step: int) -> OpenStep | None:
+        """Return an open step by its number."""
+        is_newest = self.step is not None and self.step.request.step == step
+        return self.step if is_newest else self.earlier.get(step)
+
+    def _step_of(self, response: int) -> OpenStep | None:
+        """Return the open step of a response."""
+        newest = [] if self.step is None else [self.step]
+        steps = (*newest, *self.earlier.values())
+        return next((step for step in steps if response in step.all_responses()), None)
+
+    def _forget_closed(self) -> None:
+        """Drop earlier steps that the core has closed."""
+        open_steps = {book.step for book in self.core.open_steps}
+        if self.earlier.keys() - open_steps:
+            self.earlier = {step: each for step, each in self.earlier.items() if step in open_steps}
+            self._keep_stores()
+
+    def _keep_stores(self) -> None:
+        newest = [] if self.step is None else [self.step.request.step]
+        self.store.keep({*self.earlier, *newest})
 
     async def open_step(
         self,
         request: StepStartedMessage,
         *,
         keeps_lease: bool = False,
+        open_from: int | None = None,
         on_open: Callable[[], None] = lambda: None,
     ) -> None:
-        """Open the step that the trainer requests. A request for the open step, or for its first prompts,
-        only delivers it again; one with more prompts adds them. `on_open` is called right before the core
-        learns of it.
+        """Open the step that the trainer requests. A request for an open step, or for its first prompts,
+        only delivers it again; one with more prompts adds them. `open_from`: as in the request, which has
+        neither that nor `keeps_lease` here. `on_open` is called right before the core learns of it.
 
         A step is applied to the core only once its header is on stable storage: whatever a later coordinator
         finds in the event log, it finds the prompts for. A run that is ending opens none, so that its last
@@ -379,7 +410,10 @@ class CoreDriver:
                 log_event(log, "step.refused", step=request.step)
                 return
             finished: dict[int, FinishReason] = {}
-            if self.step is not None and request.begins(self.step.request):
+            step = self.earlier.get(request.step)
+            if step is not None and request.begins(step.request):
+                request = step.request
+            elif self.step is not None and request.begins(self.step.request):
                 request = self.step.request
             elif self.step is not None and self.step.request.begins(request):
                 await self._extend(self.step, request)
@@ -388,6 +422,7 @@ class CoreDriver:
             else:
                 carried = await self._carried(request)
                 request = carried.request or request
+                self._keep_open(request.step if open_from is None else open_from, request.step)
                 step, finished = await self._write_header(request, carried)
                 if self.core.is_ending:  # decided meanwhile
                     return
@@ -396,26 +431,38 @@ class CoreDriver:
                     log, "step.opened", step=request.step, policy_version=request.policy_version,
                     carried=len(finished),
                 )  # fmt: skip
-            assert self.step is not None
-            requests = self.step.requests()
+            step = self.open_step_of(request.step)
+            assert step is not None
+            requests = step.requests()
             on_open()
-            for lost in self._disagreements():
+            for lost in self._disagreements(step):
                 self.apply(lost)
             self.apply(
                 StepStarted(
                     self.now(), request.step, request.policy_version, requests, keeps_lease,
                     are_episodes=request.are_episodes, in_flight_updates=request.in_flight_updates,
+                    open_from=open_from,
                 )
             )  # fmt: skip
             for response, reason in finished.items():
                 if self.core.response(response).finish_reason is None:
                     self.apply(Finished(self.now(), response, self.store.length(response), reason))
 
+    def _keep_open(self, first: int, before: int) -> None:
+        """Go on with the open steps from `first` on; those after `before` are closed."""
+        steps = self.earlier | ({} if self.step is None else {self.step.request.step: self.step})
+        known = {book.step for book in self.core.open_steps if not book.trained}
+        self.earlier = {
+            number: step for number, step in steps.items() if first <= number < before and number in known
+        }
+        self.step = None
+        self._keep_stores()
+
     async def _extend(self, step: OpenStep, request: StepStartedMessage) -> None:
         """Add what a longer request for the open step asks for, behind what it has. What comes meanwhile of
         its first prompts is taken in as before."""
         longer = OpenStep(request, step.first_response)
-        self.store.extend(longer.limits()[len(step.all_responses()) :])
+        self.store.of(request.step).extend(longer.limits()[len(step.all_responses()) :])
         self.journal.append(_header(StepHeader(longer.first_response, request)))
         await self.journal.flushed()
         self.step = longer
@@ -456,14 +503,13 @@ class CoreDriver:
         )
         if not lost_header:
             step = OpenStep(request, self.totals.next_response)
-        self.step = None
         self._open_store(step)
         self.journal.open_step(request.step, fresh=True)
         openings = tuple(first for first in carried.openings if first != step.first_response)
         header = StepHeader(step.first_response, request, openings)
         self.journal.append(_header(header))
         moved = [_moved(record, step.first_response - carried.openings[0]) for record in carried.records]
-        finished = self._restore(moved)
+        step, finished = self._restore(step, moved)
         for record in moved:
             self.journal.append(record)
         await self.journal.flushed()
@@ -472,7 +518,9 @@ class CoreDriver:
         return step, finished
 
     def _open_store(self, step: OpenStep) -> None:
-        self.store.open_step(
+        store = TokenStore()
+        self.store.add(step.request.step, store)
+        store.open_step(
             step.request.step,
             step.all_responses(),
             step.limits(),
@@ -498,22 +546,20 @@ class CoreDriver:
 
     def step_checkpointed(self, step: int) -> None:
         """Forget the tokens of a step that is trained and checkpointed, and of all before it."""
-        known = self.core.step
-        is_being_trained = known is not None and known.step <= step and not known.trained
+        is_being_trained = any(book.step <= step and not book.trained for book in self.core.open_steps)
         if not self._keep_journal and not is_being_trained:
             self.journal.drop_before(step + 1)
 
-    def finished_group(self, group: int) -> DeliverGroupMessage:
-        """Return a group all of whose responses are finished."""
-        assert self.step is not None
-        for response in map(self.core.response, self.step.responses_of(group)):
-            if not self._holds(response):
+    def finished_group(self, step: OpenStep, group: int) -> DeliverGroupMessage:
+        """Return a group of an open step all of whose responses are finished."""
+        for response in map(self.core.response, step.responses_of(group)):
+            if not self._holds(step, response):
                 raise RuntimeFault(
                     f"the journal does not hold response {response.response} as it was finished",
                     "the coordinator restarts and has it generated again",
                 )
         return DeliverGroupMessage(
-            step=self.step.request.step,
+            step=step.request.step,
             group=group,
             responses=tuple(
                 FinishedResponse(
@@ -523,7 +569,7 @@ class CoreDriver:
                     segments=self.store.segments(response),
                     finish_reason=self.core.response(response).finish_reason or FinishReason.STOP,
                 )
-                for response in self.step.responses_of(group)
+                for response in step.responses_of(group)
             ),
         )
 
@@ -545,8 +591,10 @@ class CoreDriver:
             self._late += self._events_lost(int(clock.wall()))
         if read.num_unchecked:
             log_event(log, "events.unchecked", lines=read.num_unchecked, why="of an earlier version")
-        if self.core.step is not None:
-            self._recover_step(self.core.step.step, resumes=not why)
+        for book in self.core.open_steps:
+            self._recover_step(book)
+        if not why:
+            self._restore_assignments()
         self._late += self.requests.recover(self.core, self.totals.next_request, resumes=not why)
 
     def _why_events_are_lost(self, read: EventReader) -> str:
@@ -558,12 +606,13 @@ class CoreDriver:
             return f"the head was lost: the run continues from {copy}"
         if read.problem:
             return f"{read.problem}; the whole file was kept as events.damaged.log"
-        newest = max(self.run.journal.glob("step-*.seg"), default=None)
+        segments = sorted(self.run.journal.glob("step-*.seg"))
+        newest = segments[-1] if segments else None
         last_mark = 0
-        if newest is not None:
-            reader = SegmentReader(newest)
+        for path in segments[-max(1, len(self.core.open_steps)) :]:
+            reader = SegmentReader(path)
             for _ in reader:
-                last_mark = reader.mark
+                last_mark = max(last_mark, reader.mark)
         if read.good_bytes < last_mark:
             found = f"{self.run.events} has {read.good_bytes} bytes, the journal saw {last_mark}"
             return f"the event log has lost its end: {found}"
@@ -589,84 +638,85 @@ class CoreDriver:
             events.append(VersionPublished(0.0, max(versions), self.core.weight_bytes))
         return events
 
-    def _recover_step(self, step: int, *, resumes: bool) -> None:
-        """Read the tokens of the core's step; `resumes`: assignments go on, too."""
-        reader = Journal.read(self.run.journal, step)
+    def _recover_step(self, book: StepResponses) -> None:
+        """Read the tokens of a step that the core has open."""
+        reader = Journal.read(self.run.journal, book.step)
         records = iter(reader)
         header = next(records, None)
         if header is None:  # trained and dropped: the trainer asks for the next one
             self._note_damage(reader)
             return
         opened = step_header(header)
-        if opened.first_response != self.totals.first_response:  # of an opening whose event was never logged
+        first_response = next(iter(book.responses), self.totals.first_response)
+        if opened.first_response != first_response:  # of an opening whose event was never logged
             return
-        self.step = OpenStep(opened.request, opened.first_response)
-        self._open_store(self.step)
-        finished = self._restore(records)
+        step = OpenStep(opened.request, opened.first_response)
+        self._open_store(step)
+        step, finished = self._restore(step, records)
         self._note_damage(reader)
-        assert self.core.step is not None
-        if len(self.core.step.responses) > len(self.step.all_responses()):  # what extended it is damaged
-            self.step = None
+        if len(book.responses) > len(step.all_responses()):  # what extended it is damaged
+            self._keep_stores()
             return
-        self.journal.open_step(step)
-        if not self.core.step.trained:
-            self._late += self._disagreements()
-        if resumes:
-            self._restore_assignments()
+        if book is self.core.step:
+            self.step = step
+        else:
+            self.earlier[book.step] = step
+        self.journal.open_step(book.step)
+        if not book.trained:
+            self._late += self._disagreements(step)
         for response, reason in finished.items():
-            known = self.core.step.responses.get(response)
+            known = book.responses.get(response)
             if known is not None and known.finish_reason is None:  # of others the core has lost the request
                 event = Finished(0.0, response, self.store.length(response), reason)
                 self._late.append(event)
 
-    def _restore(self, records: Iterable[bytes]) -> dict[int, FinishReason]:
-        """Apply journal records to the open step and its store; return which responses are complete, and
-        why."""
+    def _restore(self, step: OpenStep, records: Iterable[bytes]) -> tuple[OpenStep, dict[int, FinishReason]]:
+        """Apply journal records to a step and its store; return the step, perhaps extended, and which
+        responses are complete, and why."""
         finished: dict[int, FinishReason] = {}
+        store = self.store.of(step.request.step)
         for record in records:
             if record.startswith(STEP_HEADER):
-                assert self.step is not None
-                former, header = self.step, step_header(record)
-                self.step = OpenStep(header.request, former.first_response)
-                self.store.extend(self.step.limits()[len(former.all_responses()) :])
+                former, header = step, step_header(record)
+                step = OpenStep(header.request, former.first_response)
+                store.extend(step.limits()[len(former.all_responses()) :])
             elif record.startswith(FORGOTTEN):
                 for response in msgspec.msgpack.decode(record[1:], type=list[int]):
-                    self.store.forget(response)
+                    store.forget(response)
                     finished.pop(response, None)
             else:
-                finished.update(self.store.restore(record[1:]))
-        return finished
+                finished.update(store.restore(record[1:]))
+        return step, finished
 
-    def _holds(self, response: Response) -> bool:
+    def _holds(self, step: OpenStep, response: Response) -> bool:
         """Return True if the journal has what the core says of a finished response. The trainer keeps
         episodes."""
         reason = response.finish_reason
-        are_episodes = self.step is not None and self.step.request.are_episodes
-        if reason is None or reason is FinishReason.QUARANTINED or are_episodes:
+        if reason is None or reason is FinishReason.QUARANTINED or step.request.are_episodes:
             return True
         return self.store.holds(response.response, response.num_tokens, reason)
 
-    def _disagreements(self) -> list[TokensLost]:
-        """Forget what the journal has of responses that the core knows otherwise; return what it has to know
-        then."""
-        assert self.step is not None
-        if self.core.step is None or self.step.first_response not in self.core.step.responses:
-            return []
+    def _disagreements(self, step: OpenStep) -> list[TokensLost]:
+        """Forget what the journal has of a step's responses that the core knows otherwise; return what it has
+        to know then."""
+        books = [book for book in self.core.open_steps if step.first_response in book.responses]
         known = [
-            self.core.response(response)
-            for response in self.step.all_responses()
-            if response in self.core.step.responses  # or the core has not learned of them before a restart
+            book.responses[response]
+            for book in books
+            for response in step.all_responses()
+            if response in book.responses  # or the core has not learned of them before a restart
         ]
-        lost = [response for response in known if not self._holds(response)]
+        lost = [response for response in known if not self._holds(step, response)]
         if not lost:
             return []
         numbers = [response.response for response in lost]
         for number in numbers:
             self.store.forget(number)
-        self.journal.append(FORGOTTEN + msgspec.msgpack.encode(numbers))
+        number = step.request.step
+        self.journal.append(FORGOTTEN + msgspec.msgpack.encode(numbers), step=number)
         self.repairs.append(
-            f"step {self.step.request.step}: {len(lost)} finished responses ({numbers[0]}, ...) are not in"
-            f" {segment_path(self.run.journal, self.step.request.step)} as they were finished: they are"
+            f"step {number}: {len(lost)} finished responses ({numbers[0]}, ...) are not in"
+            f" {segment_path(self.run.journal, number)} as they were finished: they are"
             " generated again"
         )
         return [TokensLost(self.now(), response.response, response.num_tokens) for response in lost]
@@ -679,7 +729,7 @@ class CoreDriver:
 
     def _restore_assignments(self) -> None:
         for assignment, response, instance in self.core.assignments():
-            if response < FIRST_REQUEST:
+            if response < FIRST_REQUEST and self._step_of(response) is not None:
                 self.store.assign(assignment, response, instance)
 
     def begin(self, config: CoreConfig, prior: Prior | None = None, num_named: int = 0) -> None:

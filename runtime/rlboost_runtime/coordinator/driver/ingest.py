@@ -22,7 +22,7 @@ from typing import Protocol
 from rlboost_runtime.coordinator.driver.core_driver import TOKENS, CoreDriver
 from rlboost_runtime.coordinator.driver.requests import OwnTokens
 from rlboost_runtime.coordinator.storage.columns import merge_frames
-from rlboost_runtime.coordinator.storage.token_store import Accepted, EndedAssignment
+from rlboost_runtime.coordinator.storage.token_store import AcceptedOfSteps, EndedAssignment
 from rlboost_runtime.core.base.messages import Event, Finished, FinishReason, Released, ReleaseReason
 from rlboost_runtime.errors import ProtocolError
 from rlboost_runtime.protocol.messages import Frame
@@ -62,7 +62,7 @@ Arrived = tuple[Sender, Frame]
 class TokenObserver(Protocol):
     """Follows accepted tokens. Observers decide nothing and must not wait."""
 
-    def observe_tokens(self, batch: Sequence[Arrived], accepted: Accepted, at: float) -> None:
+    def observe_tokens(self, batch: Sequence[Arrived], accepted: AcceptedOfSteps, at: float) -> None:
         """Take in which frames were accepted at `at`, in the run's time, and what they changed."""
 
 
@@ -166,7 +166,7 @@ class Ingest:
         accepted = self._driver.store.accept(frame)
         self._journal(batch, accepted, NO_OWN_TOKENS if own is None else requests.accept(own))
 
-    def _journal(self, batch: Sequence[Arrived], accepted: Accepted, own: OwnTokens) -> None:
+    def _journal(self, batch: Sequence[Arrived], accepted: AcceptedOfSteps, own: OwnTokens) -> None:
         self.tokens_accepted += accepted.num_accepted + own.num_accepted
         self.tokens_dropped += accepted.num_dropped
         self.tokens_duplicate += accepted.num_duplicate
@@ -184,9 +184,13 @@ class Ingest:
 
         # Both journals in this order for every frame, so that acknowledgements stay in the frames' order.
         done = partial(requests.journal, own, committed) if requests.is_used else committed
-        self._driver.journal.append(b"" if accepted.record is None else TOKENS + accepted.record, done)
+        journal = self._driver.journal
+        *first, (step, last) = accepted.records or ((None, b""),)
+        for earlier, record in first:
+            journal.append(TOKENS + record, step=earlier)
+        journal.append(TOKENS + last if last else b"", done, step)
 
-    def _events(self, batch: Sequence[Arrived], accepted: Accepted) -> list[Callable[[float], Event]]:
+    def _events(self, batch: Sequence[Arrived], accepted: AcceptedOfSteps) -> list[Callable[[float], Event]]:
         """Return makers, by time, of the events that follow once the tokens are journalled."""
         store = self._driver.store
         made: list[Callable[[float], Event]] = []

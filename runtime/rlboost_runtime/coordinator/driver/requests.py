@@ -24,7 +24,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from rlboost_runtime.coordinator.storage.columns import U16, U32, frame_deltas
+from rlboost_runtime.coordinator.storage.columns import U16, U32, frame_deltas, split_frame
 from rlboost_runtime.coordinator.storage.journal import Journal, SegmentReader
 from rlboost_runtime.coordinator.storage.request_tokens import RequestRecord, RequestTokens
 from rlboost_runtime.core.base.messages import (
@@ -245,31 +245,14 @@ class RequestDesk:
         """Return what of a frame is the step's, and what belongs to requests. Raises `ProtocolError`."""
         if not self._by_assignment:
             return frame, None
-        deltas = frame_deltas(frame)
-        own_N = np.array([a in self._by_assignment for a in deltas.owners_N.tolist()], bool)
-        endings = tuple(e for e in frame.endings if e.assignment in self._by_assignment)
-        if not own_N.any() and not endings:
-            return frame, None
-        for ending in endings:
+        rest, own = split_frame(frame, self._by_assignment.__contains__)
+        for ending in () if own is None else own.endings:
             if ending.reason not in _REASONS:
                 raise ProtocolError(
                     f"frame {frame.seq}: assignment {ending.assignment} ends by {ending.reason!r}",
                     "re-deploy its sender with this version of rlboost",
                 )
-
-        def part(kept_N: np.ndarray[tuple[int], np.dtype[np.bool_]], its_own: bool) -> Frame:
-            kept_T = kept_N.repeat(deltas.counts_N)
-            return msgspec.structs.replace(
-                frame,
-                assignments=deltas.owners_N[kept_N].tobytes(),
-                offsets=deltas.offsets_N[kept_N].tobytes(),
-                counts=deltas.counts_N[kept_N].astype(U16).tobytes(),
-                token_ids=deltas.token_ids_T[kept_T].tobytes(),
-                logprobs=deltas.logprobs_T[kept_T].tobytes(),
-                endings=endings if its_own else tuple(e for e in frame.endings if e not in endings),
-            )
-
-        return part(~own_N, False), part(own_N, True)
+        return rest, own
 
     def accept(self, frame: Frame) -> OwnTokens:
         """Add what the part of a frame that is the requests' brings."""

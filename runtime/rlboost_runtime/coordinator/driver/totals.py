@@ -66,7 +66,9 @@ class RunTotals:
     """Responses that went on elsewhere although their instance stayed: it gave them up at the end of a
     window, or for balance."""
     open_step: tuple[int, int] | None = None
-    """(step, policy version)."""
+    """(step, policy version) of the newest step."""
+    earlier: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """(policy version, first response) of the steps that stay open beside it."""
     trained_step: int = -1
     first_response: int = 0
     """Number of the open step's first response."""
@@ -95,24 +97,8 @@ class RunTotals:
         self.num_events += 1
         self.num_commands += len(commands)
         match event:
-            case StepStarted(step=step, policy_version=version, requests=requests):
-                is_other = bool(requests) and requests[0].response != self.first_response
-                if self.open_step != (step, version) or is_other:
-                    if self.open_step is not None and step <= self.open_step[0]:
-                        self.tokens_redone += self.tokens_in_step
-                    self.open_step = (step, version)
-                    self.requested += len(requests)
-                    self.in_step = len(requests)
-                    self.first_response = requests[0].response if requests else self.next_response
-                    if requests:
-                        self.next_response = max(self.next_response, requests[-1].response + 1)
-                    self.tokens_in_step = 0
-                    self.assigned = Counter()
-                    self.holders, self.migrated, self.rebalanced = {}, set(), set()
-                elif requests:  # perhaps more of them
-                    self.requested += max(0, len(requests) - self.in_step)
-                    self.in_step = max(self.in_step, len(requests))
-                    self.next_response = max(self.next_response, requests[-1].response + 1)
+            case StepStarted():
+                self._step_started(event)
             case RequestArrived(request=request):
                 self.next_request = max(self.next_request, request.response + 1)
             case Finished(response=response, num_tokens=num_tokens) if response >= FIRST_REQUEST:
@@ -143,6 +129,40 @@ class RunTotals:
             self._digest = hashlib.blake2b(self._digest + encode_command(command), digest_size=16).digest()
             if isinstance(command, Assign):
                 self._assign(command, core)
+
+    def _step_started(self, event: StepStarted) -> None:
+        step, requests = event.step, event.requests
+        first = requests[0].response if requests else self.next_response
+        known = self.earlier.get(step)
+        if known is not None and known == (event.policy_version, first):
+            return  # asked for again
+        is_other = bool(requests) and first != self.first_response
+        if self.open_step == (step, event.policy_version) and not is_other:
+            self.requested += max(0, len(requests) - self.in_step)  # perhaps more of them
+            self.in_step = max(self.in_step, len(requests))
+        else:
+            self._open(event, first)
+        if requests:
+            self.next_response = max(self.next_response, requests[-1].response + 1)
+
+    def _open(self, event: StepStarted, first: int) -> None:
+        step = event.step
+        if self.open_step is not None:
+            if step <= self.open_step[0]:
+                self.tokens_redone += self.tokens_in_step
+            self.earlier[self.open_step[0]] = self.open_step[1], self.first_response
+        least = step if event.open_from is None else event.open_from
+        self.earlier = {each: known for each, known in self.earlier.items() if least <= each < step}
+        self.open_step = (step, event.policy_version)
+        self.requested += len(event.requests)
+        self.in_step = len(event.requests)
+        self.first_response = first
+        self.tokens_in_step = 0
+        since = min((known[1] for known in self.earlier.values()), default=first)
+        self.assigned = Counter({each: n for each, n in self.assigned.items() if each >= since})
+        self.holders = {each: holder for each, holder in self.holders.items() if each >= since}
+        self.migrated = {each for each in self.migrated if each >= since}
+        self.rebalanced = {each for each in self.rebalanced if each >= since}
 
     def _assign(self, command: Assign, core: Core) -> None:
         response, holder = command.response, (command.instance, command.epoch)

@@ -179,8 +179,9 @@ class TrainerLink:
     async def _on_step_request(self, request: wire.StepStartedMessage) -> None:
         driver = self._driver
         _check(request, driver.core.newest_version)
-        keeps_lease = request.keeps_lease
-        request = msgspec.structs.replace(request, keeps_lease=False)  # not part of what is requested
+        keeps_lease, open_from = request.keeps_lease, request.open_from
+        # What is not part of what is requested: it may differ when that is requested again.
+        request = msgspec.structs.replace(request, keeps_lease=False, open_from=None)
         resumes, self._resumes_lease = self._resumes_lease, False
         generation = self._generation
 
@@ -194,12 +195,12 @@ class TrainerLink:
             assert driver.step is not None
             self._requested(request)
             for group in driver.core.complete_groups() if not request.are_episodes else ():
-                self.deliver(driver.finished_group(group))
+                self.deliver(driver.finished_group(driver.step, group))
             self.lease(GrantLease(request.step))
             if driver.core.lease is LeaseState.RECALLING:
                 self.lease(RecallLease(request.step))
             return
-        await driver.open_step(request, keeps_lease=keeps_lease, on_open=on_open)
+        await driver.open_step(request, keeps_lease=keeps_lease, open_from=open_from, on_open=on_open)
 
     def _requested(self, request: wire.StepStartedMessage) -> None:
         """The core is about to learn of the trainer's request: groups and leases are for that one from now
@@ -260,7 +261,7 @@ class TrainerLink:
         if seen is not None:  # what the next plan of such a job is made from
             metrics |= {"spot_instances_mean": seen.n_prem, "rollout_s": seen.t_remote}
         if driver.step is not None:
-            metrics |= self._reserved.measured(driver.step, driver.store, driver.core)
+            metrics |= self._reserved.measured(driver.step, driver.store.of(message.step), driver.core)
         return metrics
 
 
@@ -270,6 +271,8 @@ def _check(request: wire.StepStartedMessage, newest_version: int | None) -> None
     problem = None
     if groups != list(range(len(groups))):  # none: a step that is trained on data alone
         problem = f"its groups are not 0, 1, 2, ... but {groups[:5]}"
+    elif request.open_from is not None and not request.in_flight_updates:
+        problem = f"it keeps steps from {request.open_from} on open, but its version is not to change"
     elif request.group_size < 1 or request.max_response_tokens < 1:
         problem = f"group_size {request.group_size}, max_response_tokens {request.max_response_tokens}"
     elif any(prompt.num_responses < 0 or prompt.max_tokens < 0 for prompt in request.prompts):

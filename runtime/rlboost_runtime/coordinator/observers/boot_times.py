@@ -26,7 +26,7 @@ import msgspec
 
 from rlboost_runtime.billing.ledger import Ledger
 from rlboost_runtime.coordinator.driver.ingest import Arrived
-from rlboost_runtime.coordinator.storage.token_store import Accepted
+from rlboost_runtime.coordinator.storage.token_store import AcceptedOfSteps
 from rlboost_runtime.core.state.machines import Machine, MachineState
 from rlboost_runtime.logs import event as log_event
 from rlboost_runtime.protocol.messages import AgentHello, InstanceReadyMessage
@@ -112,7 +112,7 @@ class BootTimes:
             self._tokenless[instance] = machine
             self._unkept.add(machine)
 
-    def observe_tokens(self, batch: Sequence[Arrived], accepted: Accepted, at: float) -> None:
+    def observe_tokens(self, batch: Sequence[Arrived], accepted: AcceptedOfSteps, at: float) -> None:
         """Record who sent tokens."""
         if not self._tokenless:
             return

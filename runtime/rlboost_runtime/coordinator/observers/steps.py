@@ -35,7 +35,8 @@ class ReservedMeter:
         """Take in one event after the core handled it."""
         if isinstance(event, CoordinatorRestarted):
             self._partial = True  # how long it took before the restart is no longer known
-        if isinstance(event, StepStarted) and self._step != (event.step, event.policy_version):
+        is_newest = isinstance(event, StepStarted) and (core.step is None or core.step.step <= event.step)
+        if isinstance(event, StepStarted) and is_newest and self._step != (event.step, event.policy_version):
             self._partial = self._partial and core.step is not None and core.step.started_at < event.at
             self._step = (event.step, event.policy_version)
             self._seconds, self._since = 0.0, None

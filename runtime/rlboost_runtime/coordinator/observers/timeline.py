@@ -69,8 +69,8 @@ class Timeline:
         """Machines whose end has been reported."""
         self._versions: dict[int, int] = {}
         """The policy version under which each step that is not trained yet was started."""
-        if core.step is not None:
-            self._versions[core.step.step] = core.step.policy_version
+        for step in core.open_steps:
+            self._versions[step.step] = step.policy_version
         self._no_capacity = False
         self._is_over = False
 
@@ -236,7 +236,9 @@ class Migrations:
         """Take in an event and the commands that followed; return the migrations that this completed."""
         match event:
             case StepStarted(requests=[first, *_]) if first.response != self._first_response:
-                self._forget(first.response)
+                self._first_response = first.response
+                if event.open_from in (None, event.step):  # no earlier step stays open
+                    self._forget()
             case Finished(response=response):
                 self._held.pop(response, None)
                 self._settle(response)
@@ -274,7 +276,6 @@ class Migrations:
             del self._waiting[source]
         return [Migration(source, dict(self._targets.pop(source).most_common())) for source in done]
 
-    def _forget(self, first_response: int) -> None:
-        self._first_response = first_response
+    def _forget(self) -> None:
         for memory in (self._held, self._former, self._waiting, self._targets):
             memory.clear()

@@ -41,7 +41,7 @@ from rlboost_runtime.billing.accounts import WasteKind
 from rlboost_runtime.billing.ledger import Ledger
 from rlboost_runtime.coordinator.driver.ingest import Arrived
 from rlboost_runtime.coordinator.driver.totals import RunTotals
-from rlboost_runtime.coordinator.storage.token_store import Accepted
+from rlboost_runtime.coordinator.storage.token_store import AcceptedOfSteps
 from rlboost_runtime.core.base.messages import (
     Assign,
     Command,
@@ -151,8 +151,8 @@ class WasteMeter:
                 self._end(response)
             case Released(assignment=assignment):
                 self._end(self._response_of.get(assignment))
-            case StepStarted(step=step, policy_version=version):
-                self._open((step, version), event.at)
+            case StepStarted(step=step) if self._core.step is None or self._core.step.step <= step:
+                self._open(event)
             case StepTrained(wait_s=wait_s):
                 self._begin_stepping(event.at)
                 self.advance(event.at)
@@ -171,7 +171,7 @@ class WasteMeter:
             elif isinstance(command, (GrantLease, RecallLease)):
                 self.advance(event.at)
 
-    def observe_tokens(self, batch: Sequence[Arrived], accepted: Accepted, at: float) -> None:
+    def observe_tokens(self, batch: Sequence[Arrived], accepted: AcceptedOfSteps, at: float) -> None:
         """Take in who sent tokens, and which responses continued."""
         for sender, frame in batch:
             if frame.counts:
@@ -208,18 +208,20 @@ class WasteMeter:
             self._has_served.add(instance.machine)
             self._look()
 
-    def _open(self, step: tuple[int, int], at: float) -> None:
+    def _open(self, event: StepStarted) -> None:
         """A step is opened. One that was opened before, or an earlier one, undoes what was done since."""
-        self._begin_stepping(at)
+        step = (event.step, event.policy_version)
+        self._begin_stepping(event.at)
         if step == self._step:
             return
-        self.advance(at)
+        self.advance(event.at)
         for undone in [number for number in self._worked if number >= step[0]]:
             for machine, seconds in self._worked.pop(undone).items():
                 self._wasted[WasteKind.REDONE, machine] += seconds
         self._step = step
-        self._attempts.clear()
-        self._response_of.clear()
+        if event.open_from in (None, event.step):  # no earlier step stays open
+            self._attempts.clear()
+            self._response_of.clear()
         while len(self._worked) > KEPT_STEPS:
             del self._worked[next(iter(self._worked))]
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import mmap
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,6 +146,30 @@ def merge_frames(frames: Sequence[wire.Frame]) -> wire.Frame | None:
         logprobs=b"".join([frame.logprobs for frame in frames]),
         endings=tuple(ending for frame in frames for ending in frame.endings),
     )
+
+
+def split_frame(frame: wire.Frame, is_own: Callable[[int], bool]) -> tuple[wire.Frame, wire.Frame | None]:
+    """Return what of a frame is not `is_own`, by assignment, and what is; None: nothing. Raises
+    `ProtocolError` for a frame that contradicts itself."""
+    deltas = frame_deltas(frame)
+    own_N = np.array([is_own(assignment) for assignment in deltas.owners_N.tolist()], bool)
+    endings = tuple(ending for ending in frame.endings if is_own(ending.assignment))
+    if not own_N.any() and not endings:
+        return frame, None
+
+    def part(kept_N: NDArray[np.bool_], its_own: bool) -> wire.Frame:
+        kept_T = kept_N.repeat(deltas.counts_N)
+        return msgspec.structs.replace(
+            frame,
+            assignments=deltas.owners_N[kept_N].tobytes(),
+            offsets=deltas.offsets_N[kept_N].tobytes(),
+            counts=deltas.counts_N[kept_N].astype(U16).tobytes(),
+            token_ids=deltas.token_ids_T[kept_T].tobytes(),
+            logprobs=deltas.logprobs_T[kept_T].tobytes(),
+            endings=endings if its_own else tuple(each for each in frame.endings if each not in endings),
+        )
+
+    return part(~own_N, False), part(own_N, True)
 
 
 def record_deltas(record: JournalRecord) -> TokenDeltas:

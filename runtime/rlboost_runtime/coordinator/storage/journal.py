@@ -91,6 +91,9 @@ RETRY_S = 1.0
 MAX_BATCH_BYTES = 16 * 1024 * 1024
 """Most bytes written under one sync, so that a backlog does not hold its first acknowledgements back."""
 
+MAX_OPEN_SEGMENTS = 4
+"""Segments that stay open; one that was closed is read to its end before more is appended."""
+
 MAGIC = b"\0\0\0\0RLJ2"
 """Begins a segment; a record of an older version cannot begin with a length of 0."""
 _HEADER = struct.Struct("<IIQ")
@@ -115,7 +118,7 @@ class _Item:
 
 @dataclass(slots=True)
 class _Segment:
-    """The open segment. `good_bytes`: length up to which it holds whole records; with `torn` there may be
+    """An open segment. `good_bytes`: length up to which it holds whole records; with `torn` there may be
     something behind them, which must go before anything is written. `is_old`: of an older version."""
 
     opened_by: _Item
@@ -161,7 +164,7 @@ class Journal:
         self._committed: deque[Callback] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
-        self._segment: _Segment | None = None  # the writer's
+        self._segments: dict[int, _Segment] = {}  # the writer's
         self._due_at = 0.0  # likewise
         self._problem: str | None = None  # the writer's
 
@@ -184,9 +187,10 @@ class Journal:
         self._step = step
         self._put(_Item(step, opens=True, fresh=fresh))
 
-    def append(self, record: bytes, on_commit: Callback | None = None) -> None:
-        """Queue a record. An empty one writes nothing; its callback still runs in its turn."""
-        self._put(_Item(self._step, record, on_commit, self._mark()))
+    def append(self, record: bytes, on_commit: Callback | None = None, step: int | None = None) -> None:
+        """Queue a record for the segment of the step that was opened last, or of an earlier `step`. An empty
+        one writes nothing; its callback still runs in its turn."""
+        self._put(_Item(self._step if step is None else step, record, on_commit, self._mark()))
 
     def drop_before(self, step: int) -> None:
         """Delete the segments of earlier steps. What is queued for them is not written; its callbacks run."""
@@ -264,7 +268,8 @@ class Journal:
             self._report(None)
             if self._done(batch):
                 break
-        self._close_segment()
+        for step in list(self._segments):
+            self._close_segment(step)
 
     def _next_batch(self) -> tuple[list[_Item], int | None, bool]:
         """Wait for something to do. Return a batch for one segment, which stays at the head of the queue
@@ -288,7 +293,7 @@ class Journal:
         """Write the batch's records with one write and one sync, all or nothing."""
         if not any(item.record or item.opens for item in batch):
             return
-        segment = self._segment
+        segment = self._segments.get(batch[0].step)
         if segment is None or not segment.serves(batch[0]):
             segment = self._open_segment(batch[0])
         if segment.torn:
@@ -339,26 +344,28 @@ class Journal:
     # --- segments ----------------------------------------------------------------------------------------
 
     def _open_segment(self, item: _Item) -> _Segment:
-        self._close_segment()
+        self._close_segment(item.step)
+        while len(self._segments) >= MAX_OPEN_SEGMENTS:
+            self._close_segment(next(iter(self._segments)))
         found = Journal.read(self._folder, item.step)
         if not item.fresh:
             deque(found, maxlen=0)  # to its end, or to where it is damaged
         fd = self._disk.append(segment_path(self._folder, item.step))
-        self._segment = _Segment(item, fd, found.good_bytes, found.is_old)
+        segment = self._segments[item.step] = _Segment(item, fd, found.good_bytes, found.is_old)
         sync_path(self._folder)  # so that the file's name survives a power cut, too
-        return self._segment
+        return segment
 
-    def _close_segment(self) -> None:
-        if self._segment is not None:
-            fd, self._segment = self._segment.fd, None
+    def _close_segment(self, step: int) -> None:
+        segment = self._segments.pop(step, None)
+        if segment is not None:
             with contextlib.suppress(OSError):  # everything that was acknowledged has been synced
-                self._disk.close(fd)
+                self._disk.close(segment.fd)
 
     def _drop_segments(self, before: int | None) -> None:
         if before is None:
             return
-        if self._segment is not None and self._segment.opened_by.step < before:
-            self._close_segment()
+        for step in [step for step in self._segments if step < before]:
+            self._close_segment(step)
         for path in self._folder.glob("step-*.seg"):
             if int(path.stem.removeprefix("step-")) < before:
                 path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The tokens of the open step's responses.
+"""The tokens of the open steps' responses: a store per step, and all of them behind one frame.
 
 Guarantees (design.md section 4, promises 2 and 5):
 
@@ -16,7 +16,7 @@ Shape legend: N deltas, T tokens.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -37,6 +37,7 @@ from rlboost_runtime.coordinator.storage.columns import (
     frame_owners,
     record_deltas,
     spans,
+    split_frame,
 )
 from rlboost_runtime.core.base.messages import FinishReason, ReleaseReason
 from rlboost_runtime.errors import ProtocolError
@@ -142,6 +143,19 @@ class TokenStore:
         self._holders = np.pad(self._holders, more)
         self._assignments.move_nowhere(self._num_rows)
 
+    @property
+    def step(self) -> int:
+        """The step."""
+        return self._step
+
+    def holds_response(self, response: int) -> bool:
+        """Return True if `response` is one of the step's."""
+        return 0 <= response - self._first < self._num_rows
+
+    def knows(self, assignment: int) -> bool:
+        """Return True if `assignment` is a current one of the step's."""
+        return self._row_of(assignment) != self._assignments.nowhere
+
     def assign(self, assignment: int, response: int, instance: str) -> int:
         """Let `assignment` alone add to `response`; return how many tokens are kept (its first offset).
 
@@ -184,15 +198,7 @@ class TokenStore:
 
         Raises `ProtocolError`, and changes nothing, when the frame contradicts itself.
         """
-        deltas = frame_deltas(frame)
-        ids_T = deltas.token_ids_T
-        if len(ids_T) and (highest := ids_T[ids_T.argmax()]) >= self._vocabulary:
-            raise ProtocolError(
-                f"frame {frame.seq}: token id {highest} is not of a vocabulary of {self._vocabulary}",
-                "deploy its sender again",
-            )
-        if frame.endings:
-            _check_endings(frame)
+        deltas = self.refuse_unfit(frame)
         rows_N = self._assignments.rows(deltas.owners_N)
         num_duplicate = num_dropped = 0
         lengths_N = _ends(deltas)
@@ -208,6 +214,19 @@ class TokenStore:
         if len(rows_N) or finishes:
             record = self._record(frame.policy_version, rows_N, deltas, openings, finishes)
         return Accepted(record, len(deltas.token_ids_T), num_dropped, num_duplicate, endings, full, openings)
+
+    def refuse_unfit(self, frame: wire.Frame) -> TokenDeltas:
+        """Return the tokens of `frame`. Raises `ProtocolError` when it contradicts itself."""
+        deltas = frame_deltas(frame)
+        ids_T = deltas.token_ids_T
+        if len(ids_T) and (highest := ids_T[ids_T.argmax()]) >= self._vocabulary:
+            raise ProtocolError(
+                f"frame {frame.seq}: token id {highest} is not of a vocabulary of {self._vocabulary}",
+                "deploy its sender again",
+            )
+        if frame.endings:
+            _check_endings(frame)
+        return deltas
 
     def length(self, response: int) -> int:
         """Return how many tokens `response` has."""
@@ -475,6 +494,127 @@ class TokenStore:
         for before, after in itertools.pairwise(segments):
             assert (before.instance, before.policy_version) != (after.instance, after.policy_version)
         assert length < self._limits[row] or row in self._finished, f"response {response} is full"
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptedOfSteps:
+    """What a frame changed, in all steps together; see `Accepted`. `records`: (step, journal record)."""
+
+    records: tuple[tuple[int, bytes], ...]
+    num_accepted: int
+    num_dropped: int
+    num_duplicate: int
+    endings: tuple[EndedAssignment, ...]
+    full: tuple[int, ...]
+    openings: tuple[tuple[int, int, str], ...]
+
+
+class StepStores:
+    """Stores by step, oldest first. What names a response goes to the store that holds it; one that none
+    holds raises `KeyError`."""
+
+    def __init__(self) -> None:
+        self._stores: dict[int, TokenStore] = {}
+
+    def add(self, step: int, store: TokenStore) -> None:
+        """Hold the tokens of one more step, or of that step anew."""
+        self._stores[step] = store
+        self._stores = dict(sorted(self._stores.items()))
+
+    def keep(self, steps: Collection[int]) -> None:
+        """Forget the tokens of all other steps."""
+        self._stores = {step: store for step, store in self._stores.items() if step in steps}
+
+    def of(self, step: int) -> TokenStore:
+        """Return a step's own store."""
+        return self._stores[step]
+
+    def __iter__(self) -> Iterator[TokenStore]:
+        """Iterate over the stores, oldest step first."""
+        return iter(self._stores.values())
+
+    def holding(self, response: int) -> TokenStore:
+        """Return the store of a response."""
+        for store in self:
+            if store.holds_response(response):
+                return store
+        raise KeyError(response)
+
+    def assign(self, assignment: int, response: int, instance: str) -> int:
+        """As `TokenStore.assign`."""
+        return self.holding(response).assign(assignment, response, instance)
+
+    def unassign(self, assignment: int) -> None:
+        """As `TokenStore.unassign`."""
+        for store in self:
+            store.unassign(assignment)
+
+    def is_foreign(self, frame: wire.Frame, instance: str) -> bool:
+        """Return True if `frame` holds a current assignment of another than `instance`."""
+        return any(store.is_foreign(frame, instance) for store in self)
+
+    def length(self, response: int) -> int:
+        """Return how many tokens `response` has."""
+        return self.holding(response).length(response)
+
+    def is_complete(self, response: int) -> FinishReason | None:
+        """As `TokenStore.is_complete`."""
+        return self.holding(response).is_complete(response)
+
+    def token_ids(self, response: int) -> bytes:
+        """Return the tokens of `response`, i32."""
+        return self.holding(response).token_ids(response)
+
+    def logprobs(self, response: int) -> bytes:
+        """Return the logprobs of `response`, f32, one per token."""
+        return self.holding(response).logprobs(response)
+
+    def segments(self, response: int) -> tuple[wire.Segment, ...]:
+        """Return who made the tokens of `response` under which policy version."""
+        return self.holding(response).segments(response)
+
+    def holds(self, response: int, num_tokens: int, reason: FinishReason) -> bool:
+        """As `TokenStore.holds`."""
+        return self.holding(response).holds(response, num_tokens, reason)
+
+    def forget(self, response: int) -> None:
+        """As `TokenStore.forget`."""
+        self.holding(response).forget(response)
+
+    def check(self) -> None:
+        """Assert every invariant."""
+        for store in self:
+            store.check()
+
+    def accept(self, frame: wire.Frame) -> AcceptedOfSteps:
+        """Add what `frame` brings, each step its own. Raises `ProtocolError`, and changes nothing then."""
+        parts = self._parts(frame)
+        for store, part in parts if len(parts) > 1 else ():
+            store.refuse_unfit(part)
+        found = [(store.step, store.accept(part)) for store, part in parts]
+        return _together(found)
+
+    def _parts(self, frame: wire.Frame) -> list[tuple[TokenStore, wire.Frame]]:
+        """Return each step's part of a frame. What belongs to none goes to the newest, which drops it."""
+        *earlier, newest = self._stores.values() or (TokenStore(),)
+        parts: list[tuple[TokenStore, wire.Frame]] = []
+        for store in earlier:
+            frame, own = split_frame(frame, store.knows)
+            if own is not None:
+                parts.append((store, own))
+        return [*parts, (newest, frame)]
+
+
+def _together(found: list[tuple[int, Accepted]]) -> AcceptedOfSteps:
+    return AcceptedOfSteps(
+        records=tuple((step, each.record) for step, each in found if each.record is not None),
+        num_accepted=sum(each.num_accepted for _, each in found),
+        num_dropped=sum(each.num_dropped for _, each in found),
+        num_duplicate=sum(each.num_duplicate for _, each in found),
+        endings=tuple(ending for _, each in found for ending in each.endings),
+        full=tuple(response for _, each in found for response in each.full),
+        openings=tuple(opening for _, each in found for opening in each.openings),
+    )
 
 
 def _ends(deltas: TokenDeltas) -> NDArray[np.uint32]:

@@ -258,6 +258,10 @@ class StepStarted(_Timed):
     in_flight_updates: bool = False
     """Versions published from now on are taken up while it is rolled out, and its responses go on under them
     (PipelineRL, arXiv 2509.19128). False: all of it is generated under `policy_version`."""
+    open_from: int | None = None
+    """Earlier steps from this one on stay open, and their responses go first; those before it are trained.
+    None: it takes the place of whatever is open. Only with `in_flight_updates`, as an engine has one
+    version."""
 
 
 FIRST_REQUEST = 2**31

@@ -1,4 +1,4 @@
-"""The assignments of responses, of the open step and requested on their own, to instances.
+"""The assignments of responses, of the open steps and requested on their own, to instances.
 
 Guarantees: an assignment number names one attempt and is never reused; a response has at most one current
 assignment; whatever an instance loses goes back to the queue with the tokens it keeps.
@@ -24,7 +24,7 @@ from rlboost_runtime.core.dispatch.dispatcher import Dispatcher
 from rlboost_runtime.core.state.instances import Instance, InstanceTable
 from rlboost_runtime.core.state.rates import GenerationRate, Lengths
 from rlboost_runtime.core.state.requests import OpenRequests
-from rlboost_runtime.core.state.responses import Response, ResponseState, StepResponses
+from rlboost_runtime.core.state.responses import OpenSteps, Response, ResponseState, StepResponses
 
 FAILURES_PER_INSTANCE = 3
 """A response is quarantined after `quarantine_after` distinct instances, or after this many failures per
@@ -45,7 +45,7 @@ SMALL_FLEET = 16
 
 
 class Assignments:
-    """The open step and the open requests, their queue, and the current assignments."""
+    """The open steps and the open requests, their queue, and the current assignments."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Assignments:
         self.lengths = lengths
         """Lengths of finished responses."""
         self.pace = GenerationRate()
-        self.book: StepResponses | None = None
+        self.steps = OpenSteps()
         self.requests = OpenRequests()
         self.current: dict[int, Response] = {}
         """Current assignments."""
@@ -71,44 +71,58 @@ class Assignments:
         self._eligible = eligible
         self._balance_at = 0.0
 
-    # --- the step -----------------------------------------------------------------------------------------
+    # --- steps --------------------------------------------------------------------------------------------
 
     def open(self, event: StepStarted) -> None:
-        """Open a step; what is unfinished of the former one is cancelled."""
-        if self.book is not None:
-            self._cancel(self.book)
-            self.lengths.learn(self.book.finished_tokens())
+        """Open a step. Those that do not stay open beside it are closed: what is unfinished is cancelled."""
+        steps, former = self.steps, self.steps.newest
+        least = event.step if event.open_from is None else event.open_from
+        kept: dict[int, StepResponses] = {}
+        for book in steps:
+            if least <= book.step < event.step and not book.trained:
+                kept[book.step] = book
+            else:
+                self._close(book)
+        if former is not None:
             self.pace.close_step()
-        former, self.book = self.book, StepResponses(event)
-        self.dispatcher.open_step(former, self.book)
+        steps.earlier, steps.newest = kept, StepResponses(event)
+        self.dispatcher.open_step(steps, former if former is None or former.step not in kept else None)
         self.balancer.close_step()
-        for response in (*self.book.responses.values(), *self.requests.responses.values()):
+        for response in (
+            *(r for book in steps for r in book.responses.values()),
+            *self.requests.responses.values(),
+        ):
             if response.state is ResponseState.WAITING:
                 self.dispatcher.enqueue(response)
 
-    def add(self, event: StepStarted) -> None:
-        """Add what a longer request of the open step asks for besides."""
-        assert self.book is not None
-        for response in self.book.add(event):
+    def _close(self, book: StepResponses) -> None:
+        self._cancel(book)
+        self.lengths.learn(book.finished_tokens())
+
+    def trained_earlier(self, step: int) -> None:
+        """An earlier one of the open steps is trained: nothing is asked of it any more."""
+        book = self.steps.earlier.pop(step, None)
+        if book is not None:
+            self._close(book)
+            self.dispatcher.learn(book)
+
+    def add(self, book: StepResponses, event: StepStarted) -> None:
+        """Add what a longer request of an open step asks for besides."""
+        for response in book.add(event):
             if response.state is ResponseState.WAITING:
                 self.dispatcher.enqueue(response)
 
-    def deliver_again(self) -> None:
-        """Hand every complete group over once more, in order of completion."""
-        assert self.book is not None
-        for group in self.book.complete_groups:
-            self._context.emit(DeliverGroup(self.book.step, group))
-
-    @property
-    def num_unfinished(self) -> int:
-        """Responses of the open step still to be finished."""
-        return 0 if self.book is None else self.book.num_unfinished
+    def deliver_again(self, book: StepResponses) -> None:
+        """Hand every complete group of a step over once more, in order of completion."""
+        for group in book.complete_groups:
+            self._context.emit(DeliverGroup(book.step, group))
 
     def response(self, number: int) -> Response | None:
-        """Return a response of the open step, or an open request."""
+        """Return a response of an open step, or an open request."""
         if number >= FIRST_REQUEST:
             return self.requests.responses.get(number)
-        return None if self.book is None else self.book.responses.get(number)
+        book = self.steps.holding(number)
+        return None if book is None else book.responses[number]
 
     # --- requests of their own ----------------------------------------------------------------------------
 
@@ -132,10 +146,12 @@ class Assignments:
                 self.abort(instance, assignment)
 
     def _book_of(self, response: Response) -> StepResponses | OpenRequests:
-        if response.response >= FIRST_REQUEST:
-            return self.requests
-        assert self.book is not None
-        return self.book
+        return self.requests if response.response >= FIRST_REQUEST else self._step_of(response)
+
+    def _step_of(self, response: Response) -> StepResponses:
+        book = self.steps.holding(response.response)
+        assert book is not None, f"response {response.response} is of no open step"
+        return book
 
     # --- giving and taking --------------------------------------------------------------------------------
 
@@ -146,7 +162,7 @@ class Assignments:
 
     def balance(self) -> None:
         """Take responses away from a crowded instance for an idle one, if none waits and that helps."""
-        has_work = self.num_unfinished or self.requests.responses
+        has_work = self.steps.num_unfinished or self.requests.responses
         if not self._context.config.policy.balances or not has_work:
             return
         if self.dispatcher.has_waiting():
@@ -168,7 +184,7 @@ class Assignments:
     def _yield_to_nearer_groups(self) -> None:
         """Take away running responses of groups that lack much where some of groups that lack little wait."""
         now = self._context.now
-        if not self._context.config.policy.yields or self.book is None:
+        if not self._context.config.policy.yields or self.steps.newest is None:
             return
         if now < self._balance_at:
             self._context.timers.set(Timer.BALANCE, "", self._balance_at)
@@ -210,17 +226,19 @@ class Assignments:
             self.requests.end(response, self._context.now, num_tokens, reason)
             self.dispatcher.ended_request(response)
             self.dispatcher.request_lengths.add(num_tokens)
-            if self.book is not None and response.request.episode is not None:
-                self.book.add_turn(response.request.episode, num_tokens)
+            episode = response.request.episode
+            book = None if episode is None else self.steps.holding(episode)
+            if book is not None and episode is not None:
+                book.add_turn(episode, num_tokens)
             self._context.emit(EndRequest(response.response, reason))
             return
         if reason is FinishReason.QUARANTINED:
             self._context.counters.quarantined.append(response.response)
-        assert self.book is not None
-        is_complete = self.book.finish(response, num_tokens, reason, self._context.now)
+        book = self._step_of(response)
+        is_complete = book.finish(response, num_tokens, reason, self._context.now)
         self.dispatcher.finished(response)
         if is_complete:
-            self._context.emit(DeliverGroup(self.book.step, response.group))
+            self._context.emit(DeliverGroup(book.step, response.group))
 
     def take_back(self, response: Response, why: str) -> None:
         """Put a running response back into the queue."""
@@ -238,8 +256,7 @@ class Assignments:
 
     def begin_again(self, response: Response) -> None:
         """Queue a finished response anew: its tokens were lost."""
-        assert self.book is not None
-        self.book.begin_again(response, self._context.now)
+        self._step_of(response).begin_again(response, self._context.now)
         self.dispatcher.enqueue(response)
 
     def skip_to(self, assignment: int) -> None:

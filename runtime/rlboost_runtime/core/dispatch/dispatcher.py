@@ -32,6 +32,7 @@ from rlboost_runtime.core.state.eligible import LoadIndex, Rank
 from rlboost_runtime.core.state.instances import Instance, InstanceTable
 from rlboost_runtime.core.state.rates import RequestLengths
 from rlboost_runtime.core.state.responses import (
+    OpenSteps,
     Response,
     ResponseState,
     StepResponses,
@@ -51,6 +52,9 @@ length."""
 FIRST_LENGTH_SHARE = 0.5
 """Expected length, as a share of the token limit, while no step has been finished."""
 
+STEP_BEHIND = 1 << 20
+"""What a response of a later one of several open steps lacks more: the earlier step always goes first."""
+
 MAX_SESSIONS = 65_536
 """Sessions of requests of which it is remembered where they ran; all are forgotten when a step opens."""
 
@@ -59,7 +63,7 @@ Place = Callable[[Response, Instance, int], None]
 
 
 class Dispatcher:
-    """The queue of waiting responses of the open step, where siblings ran, and how full instances are.
+    """The queue of waiting responses of the open steps, where siblings ran, and how full instances are.
 
     `eligible` are the instances that may be given work: read, never changed. Another rule overrides `rank`
     and `choose`, or `place` as a whole.
@@ -77,7 +81,7 @@ class Dispatcher:
         self._affinity_slack = config.affinity_slack
         self.eligible = eligible
         self._expected_tokens: float | None = None
-        self._book: StepResponses | None = None
+        self._steps = OpenSteps()
         self._by_group = config.policy.nearest_group_first
         self._fill_limit = config.policy.fill_limit
         self._fits_small_caches = config.policy.fits_small_caches
@@ -87,46 +91,72 @@ class Dispatcher:
         self._fair_at = 0.0
         self._context = context
         self._instance_table = instance_table
-        self._ran_on: dict[int, dict[str, None]] = {}
+        self._ran_on: dict[tuple[int, int], dict[str, None]] = {}
+        """Instances that had a prompt, or a session's last turn, by the step's rank and the group."""
         self.request_lengths = RequestLengths()
 
-    def open_step(self, former: StepResponses | None, book: StepResponses) -> None:
-        """Forget the former step, except the lengths of its responses."""
-        self._book = book
-        learned = None if former is None else former.mean_finished_tokens()
-        self._expected_tokens = self._expected_tokens if learned is None else learned
+    def open_step(self, steps: OpenSteps, closed: StepResponses | None) -> None:
+        """Begin with another newest step. All is forgotten of one that is `closed`, except the lengths of its
+        responses; whatever waits is queued again by the caller."""
+        self._steps = steps
+        if closed is not None:
+            self.learn(closed)
         self.queue.clear()
-        self._ran_on.clear()
+        ranks = {book.rank for book in steps.earlier.values()}
+        self._ran_on = {prefix: ran_on for prefix, ran_on in self._ran_on.items() if prefix[0] in ranks}
         self._fair_at = 0.0
+
+    def learn(self, closed: StepResponses) -> None:
+        """Expect lengths like those of a step that is over."""
+        learned = closed.mean_finished_tokens()
+        self._expected_tokens = self._expected_tokens if learned is None else learned
+
+    def _owner(self, response: Response) -> tuple[StepResponses | None, int]:
+        """Return the step and the group that a response counts for, of a turn its episode's; (None, 0): of a
+        request of its own."""
+        number = response.response if response.response < FIRST_REQUEST else response.request.episode
+        book = None if number is None else self._steps.holding(number)
+        return (None, 0) if book is None or number is None else (book, book.responses[number].group)
+
+    def _prefix(self, response: Response) -> tuple[int, int]:
+        is_request = response.response >= FIRST_REQUEST
+        book = None if is_request else self._steps.holding(response.response)
+        return (0 if book is None else book.rank), response.group
 
     def lacks(self, response: Response) -> int:
         """Return how many responses of its group are unfinished, of a turn those of its episode's group; 0
-        for a request of its own."""
-        book, episode = self._book, response.request.episode
-        if book is None:
-            return 0
-        if response.response < FIRST_REQUEST:
-            return book.unfinished_of(response.group)
-        turn_of = None if episode is None else book.responses.get(episode)
-        return 0 if turn_of is None else book.unfinished_of(turn_of.group)
+        for a request of its own. Of several open steps a later one's lack `STEP_BEHIND` more."""
+        book, group = self._owner(response)
+        return 0 if book is None else book.rank * STEP_BEHIND + book.unfinished_of(group)
+
+    def may_run(self, response: Response, instance: Instance) -> bool:
+        """Return True if the instance serves no version that is older than what the response was asked for
+        under: of several open steps an earlier one may have such tokens."""
+        if not self._steps.earlier:
+            return True
+        book, _ = self._owner(response)
+        return book is None or book.takes(instance.version)
 
     def enqueue(self, response: Response) -> None:
         """Queue a waiting response by the tokens that it keeps."""
-        self.queue.add(response, self.lacks(response) if self._by_group else 0)
+        lacks = self.lacks(response)
+        self.queue.add(response, lacks if self._by_group else lacks - lacks % STEP_BEHIND)
 
     def ended_request(self, response: Response) -> None:
         """Forget where a request ran, unless it was one of a session, whose next one has its prefix."""
-        ran_on = self._ran_on.pop(response.group, None)
+        prefix = self._prefix(response)
+        ran_on = self._ran_on.pop(prefix, None)
         if ran_on is not None and response.group != response.response:
-            self._ran_on[response.group] = ran_on
+            self._ran_on[prefix] = ran_on
             while len(self._ran_on) > MAX_SESSIONS:
                 del self._ran_on[next(iter(self._ran_on))]
 
     def finished(self, response: Response) -> None:
         """A response is over: those of its group that wait come earlier."""
-        if not self._by_group or self._book is None:
+        book = self._steps.holding(response.response) if self._by_group else None
+        if book is None:
             return
-        for sibling in self._book.members_of(response.group):
+        for sibling in book.members_of(response.group):
             if sibling.state is ResponseState.WAITING:
                 self.enqueue(sibling)
 
@@ -178,7 +208,7 @@ class Dispatcher:
             if choice is None:  # waits for an instance that it has not made fail; others need not
                 stuck.append(response)
                 continue
-            ran_on = self._ran_on.setdefault(response.group, {})
+            ran_on = self._ran_on.setdefault(self._prefix(response), {})
             ran_on.pop(choice.instance, None)
             ran_on[choice.instance] = None
             place(response, choice, estimate)
@@ -193,14 +223,24 @@ class Dispatcher:
     def choose(self, response: Response, estimate: int, avoid: Collection[str]) -> Instance | None:
         """Return the instance for the next response, none of `avoid`; None if it fits nowhere."""
         emptiest = self.load_index.best(
-            lambda i: self._admits(i, response, estimate) and i.share <= self._fair_share, avoid
+            lambda i: (
+                self._admits(i, response, estimate)
+                and i.share <= self._fair_share
+                and self.may_run(response, i)
+            ),
+            avoid,
         )
         if emptiest is None:
             return None
         limit = min(emptiest.share + self._affinity_slack, self._fair_share)
-        near = (self.eligible.get(i) for i in self._ran_on.get(response.group, ()) if i not in avoid)
+        near = (self.eligible.get(i) for i in self._ran_on.get(self._prefix(response), ()) if i not in avoid)
         siblings = [
-            i for i in near if i is not None and i.share <= limit and self._admits(i, response, estimate)
+            i
+            for i in near
+            if i is not None
+            and i.share <= limit
+            and self._admits(i, response, estimate)
+            and self.may_run(response, i)
         ]
         if response.response >= FIRST_REQUEST and siblings:
             return siblings[-1]  # a session's newest turn, which has the longest prefix
@@ -220,7 +260,8 @@ class Dispatcher:
             if len(avoid) == len(self.eligible):
                 avoid = set()  # better to try again where it failed than not at all
         meant = None if response.meant_for is None else self.eligible.get(response.meant_for)
-        if meant is not None and self._admits(meant, response, estimate, 1.0) and meant.instance not in avoid:
+        fits = meant is not None and self._admits(meant, response, estimate, 1.0)
+        if meant is not None and fits and meant.instance not in avoid and self.may_run(response, meant):
             return meant
         return self.choose(response, estimate, avoid)
 
@@ -232,7 +273,7 @@ class Dispatcher:
         later, nothing. What an engine that has never served says of its cache is a guess, often several
         times too large: it counts as no larger than the largest that serves.
         """
-        book, now = self._book, self._context.now
+        book, now = self._steps.newest, self._context.now
         if not self.fills_fairly or book is None or book.are_episodes or not self.eligible:
             return math.inf
         if now >= book.started_at + max(COMING_S.values()):
@@ -246,7 +287,7 @@ class Dispatcher:
 
     def _fair_share_of(self, book: StepResponses) -> float:
         coming = [i for i in self._instance_table.instances.values() if self._is_coming(i, book)]
-        num_waiting = len(book.responses) - book.num_finished - book.num_running
+        num_waiting = sum(each.num_unfinished - each.num_running for each in self._steps)
         first = self.queue.peek()
         if not coming or first is None or num_waiting <= len(self.eligible) + len(coming):
             return math.inf

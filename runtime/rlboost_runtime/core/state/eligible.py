@@ -125,6 +125,8 @@ class EligibleSet:
 
 Rank = tuple[float, float, str]
 """Smaller is better; ends with the name, so that no two are equal."""
+_Alike = tuple[Kind, int | None]
+"""Kind and policy version."""
 VOID_SHARE = 4
 """A heap is rebuilt when it has this many entries per eligible instance."""
 VOID_SLACK = 64
@@ -140,7 +142,7 @@ class LoadIndex:
     def __init__(self, eligible: Mapping[str, Instance], rank: Callable[[Instance], Rank | None]) -> None:
         self._eligible = eligible
         self._rank = rank
-        self._heaps: dict[Kind, list[Rank]] = {}
+        self._heaps: dict[_Alike, list[Rank]] = {}
         self._touched: dict[str, None] = {}
 
     def touch(self, name: str) -> None:
@@ -152,23 +154,25 @@ class LoadIndex:
     ) -> Instance | None:
         """Return the best instance that admits and is not to be avoided; None if there is none.
 
-        `admits` must refuse every instance of a kind if it refuses the best of that kind.
+        `admits` must refuse every instance of a kind and a version if it refuses the best of them.
         """
         self._update_touched()
         found: tuple[Rank, Instance] | None = None
-        for kind, heap in self._heaps.items():
-            top = self._top(kind, heap, avoid)
+        for alike, heap in list(self._heaps.items()):
+            top = self._top(alike, heap, avoid)
+            if not heap:
+                del self._heaps[alike]
             if top is not None and admits(top[1]) and (found is None or top[0] < found[0]):
                 found = top
         return None if found is None else found[1]
 
-    def _top(self, kind: Kind, heap: list[Rank], avoid: Collection[str]) -> tuple[Rank, Instance] | None:
+    def _top(self, alike: _Alike, heap: list[Rank], avoid: Collection[str]) -> tuple[Rank, Instance] | None:
         avoided: list[Rank] = []
         found = None
         while heap and found is None:
             rank = heap[0]
             instance = self._eligible.get(rank[2])
-            if instance is None or instance.kind != kind or self._rank(instance) != rank:
+            if instance is None or _alike(instance) != alike or self._rank(instance) != rank:
                 heapq.heappop(heap)
             elif rank[2] in avoid:
                 avoided.append(heapq.heappop(heap))
@@ -187,14 +191,18 @@ class LoadIndex:
             rank = None if instance is None else self._rank(instance)
             if instance is None or rank is None:
                 continue
-            kind = instance.kind
-            heap = self._heaps.setdefault(kind, [])
+            alike = _alike(instance)
+            heap = self._heaps.setdefault(alike, [])
             heapq.heappush(heap, rank)
             if len(heap) > VOID_SHARE * len(self._eligible) + VOID_SLACK:
-                self._rebuild(kind)
+                self._rebuild(alike)
 
-    def _rebuild(self, kind: Kind) -> None:
-        members = (i for i in self._eligible.values() if i.kind == kind)
+    def _rebuild(self, alike: _Alike) -> None:
+        members = (i for i in self._eligible.values() if _alike(i) == alike)
         heap = [rank for i in members if (rank := self._rank(i)) is not None]
         heapq.heapify(heap)
-        self._heaps[kind] = heap
+        self._heaps[alike] = heap
+
+
+def _alike(instance: Instance) -> _Alike:
+    return instance.kind, instance.version

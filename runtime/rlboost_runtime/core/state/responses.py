@@ -1,4 +1,5 @@
-"""The open step: its responses, each waiting, running or over, its groups, and the queue of those that wait.
+"""The open steps: their responses, each waiting, running or over, their groups, and the queue of those that
+wait.
 
 Guarantees: a response ends once; a group is complete exactly when all its responses are finished; the counts
 agree with the states (`StepResponses.check`).
@@ -12,7 +13,7 @@ comes up.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -51,7 +52,7 @@ LEGAL = {
 
 @dataclass(slots=True, eq=False)
 class Response:
-    """One continuation of the open step. Token counts are estimates while it runs, exact once released or
+    """One continuation of an open step. Token counts are estimates while it runs, exact once released or
     over."""
 
     request: ResponseRequest
@@ -133,6 +134,8 @@ class StepResponses:
         self.started_at = event.at
         self.are_episodes = event.are_episodes
         self.in_flight_updates = event.in_flight_updates
+        self.rank = 0 if event.open_from is None else event.step
+        """Of steps that are open at once, the lower one goes first."""
         self.responses: dict[int, Response] = {}
         self.complete_groups: list[int] = []
         """In order of completion."""
@@ -140,7 +143,7 @@ class StepResponses:
         self.num_running = 0
         self.last_finished_at: float | None = None
         self.is_ahead = event.keeps_lease
-        """A step before it is being trained: the trainer has work, and its GPUs."""
+        """A step before it is trained, or waited for, by the trainer."""
         self.was_reopened = False
         self.trained = False
         self._unfinished_of: dict[int, int] = {}
@@ -264,6 +267,46 @@ class StepResponses:
     def _let_go(self, response: Response) -> None:
         response.let_go()
         self.num_running -= 1
+
+
+class OpenSteps:
+    """The step that was asked for last, and those before it that stay open."""
+
+    def __init__(self) -> None:
+        self.newest: StepResponses | None = None
+        self.earlier: dict[int, StepResponses] = {}
+        """By number, oldest first."""
+
+    def __iter__(self) -> Iterator[StepResponses]:
+        """Iterate over all, oldest first."""
+        yield from self.earlier.values()
+        if self.newest is not None:
+            yield self.newest
+
+    def get(self, step: int) -> StepResponses | None:
+        """Return an open step."""
+        return next((each for each in self if each.step == step), None)
+
+    def holding(self, response: int) -> StepResponses | None:
+        """Return the step of a response."""
+        if self.newest is not None and response in self.newest.responses:
+            return self.newest
+        return next((each for each in self.earlier.values() if response in each.responses), None)
+
+    @property
+    def first(self) -> StepResponses | None:
+        """The oldest one: the trainer trains it, or waits for it."""
+        return next(iter(self), None)
+
+    @property
+    def first_unfinished(self) -> StepResponses | None:
+        """The oldest one that has work left."""
+        return next((each for each in self if each.num_unfinished), None)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Responses of all that are still to be finished."""
+        return sum(each.num_unfinished for each in self)
 
 
 def new_response(

@@ -212,8 +212,11 @@ class PredictedWindow(SeedingWindow):
         self.step_tokens = _blend(self.step_tokens or None, float(seen.num_tokens))
         busy_s = training_s + finish_s
         self.busy_s_per_token = _blend(self.busy_s_per_token, busy_s / seen.num_tokens)
-        self._learn_slowness(num_spot, self._closed_at - self._opened_at, rest_s)
-        self._learn_start(seen, seen.t_step - busy_s - seen.t_handover)
+        window_s = self._closed_at - self._opened_at
+        alone_s = rest_s if seen.t_fleet is None else max(0.0, seen.t_fleet - window_s)
+        self._learn_slowness(num_spot, window_s, alone_s)
+        if seen.t_fleet is None:  # else it has no start: the fleet works on the step before
+            self._learn_start(seen, seen.t_step - busy_s - seen.t_handover)
 
     def rates(self) -> StepRates | None:
         """Return what a step takes; a reserved engine is taken to be like a spot instance."""

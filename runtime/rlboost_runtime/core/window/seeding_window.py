@@ -50,6 +50,8 @@ class StepObservation:
     """Trainer's time to come back onto the GPUs once the reserved engines had freed them."""
     t_before: float = 0.0
     """From the start of the step until the one before it was trained; above 0 if it was asked for ahead."""
+    t_fleet: float | None = None
+    """The fleet's time for a step, where several are open at once; None: `t_remote`."""
 
     @property
     def t_step(self) -> float:
@@ -114,7 +116,8 @@ class SeedingWindow:
 def instances_to_keep_up(seen: StepObservation, window_s: float, num_reserved: int) -> float:
     """Return N_prem: the instances with which a rollout, helped by `num_reserved` engines for `window_s`,
     takes as long as training. `seen.t_train` must be above 0."""
-    return (seen.t_remote * seen.n_prem + window_s * num_reserved) / seen.t_train
+    fleet_s = seen.t_remote if seen.t_fleet is None else seen.t_fleet
+    return (fleet_s * seen.n_prem + window_s * num_reserved) / seen.t_train
 
 
 @dataclass(slots=True)

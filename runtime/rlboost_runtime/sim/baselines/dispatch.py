@@ -30,7 +30,7 @@ from rlboost_runtime.core.dispatch.dispatcher import Dispatcher, Place
 from rlboost_runtime.core.state.eligible import LoadIndex, Rank
 from rlboost_runtime.core.state.instances import Instance, InstanceTable
 from rlboost_runtime.core.state.rates import Kind, Lengths, RequestLengths
-from rlboost_runtime.core.state.responses import Response, StepResponses, is_current
+from rlboost_runtime.core.state.responses import OpenSteps, Response, StepResponses, is_current
 
 PACE_S = 1.0
 """Seconds between two looks at the instances' queues."""
@@ -57,7 +57,9 @@ class PendingDispatcher(Dispatcher):
 
     def choose(self, response: Response, estimate: int, avoid: Collection[str]) -> Instance | None:
         """Return the instance for the next response; None if all have Theta pending ones."""
-        return self.load_index.best(lambda i: i.num_queued < self._max_pending, avoid)
+        return self.load_index.best(
+            lambda i: i.num_queued < self._max_pending and self.may_run(response, i), avoid
+        )
 
 
 class DealtDispatcher(Dispatcher):
@@ -71,6 +73,8 @@ class DealtDispatcher(Dispatcher):
         if not names or not self.eligible.keys() >= self._instance_table.reserved.keys():
             return
         waiting = sorted(self.queue.all(), key=lambda r: r.order)
+        if not all(self.may_run(each, instance) for each in waiting for instance in self.eligible.values()):
+            return
         self.queue.clear()
         groups = {group: rank for rank, group in enumerate(dict.fromkeys(r.group for r in waiting))}
         for response in waiting:
@@ -93,9 +97,9 @@ class PacedDispatcher(Dispatcher):
         self._parked: list[tuple[int, Response]] = []
         """Out of the queue until the next look, with their assignments so far: siblings still run."""
 
-    def open_step(self, former: StepResponses | None, book: StepResponses) -> None:
+    def open_step(self, steps: OpenSteps, closed: StepResponses | None) -> None:
         """Forget the former step, except the lengths of its responses."""
-        super().open_step(former, book)
+        super().open_step(steps, closed)
         self._parked.clear()
 
     def queued(self) -> list[Response]:
@@ -113,8 +117,8 @@ class PacedDispatcher(Dispatcher):
 
     def place(self, place: Place) -> None:
         """Place as many groups as may go in this second; the rest waits for the next look."""
-        book, now = self._book, self._context.now
-        if book is None:
+        now = self._context.now
+        if self._steps.newest is None:
             return
         if now >= self._look_at:
             self._look_at = now + PACE_S
@@ -123,13 +127,15 @@ class PacedDispatcher(Dispatcher):
                 self.queue.add(each)
             self._parked.clear()
         while self._left and (response := self.queue.peek()) is not None:
+            book = self._steps.holding(response.response)
+            assert book is not None
             members = [r for r in book.members_of(response.group) if r.finish_reason is None]
             if any(r.assignment is not None for r in members):
                 parked = self.queue.pop()
                 self._parked.append((parked.num_assignments, parked))
                 continue
             choice = self._free.next()
-            if choice is None:
+            if choice is None or not self.may_run(response, choice):
                 break
             self._left -= 1
             kept = min(r.num_tokens for r in members)

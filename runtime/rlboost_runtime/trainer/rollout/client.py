@@ -268,6 +268,7 @@ class RolloutClient:
         keep_lease: bool = False,
         are_episodes: bool = False,
         in_flight_updates: bool = False,
+        open_from: int | None = None,
     ) -> None:
         """Request a step's groups and return at once; see `StepStream.request_step`.
 
@@ -277,7 +278,7 @@ class RolloutClient:
             step, version, prompts, group_size=group_size, max_response_tokens=max_response_tokens,
             stop_token_ids=sorted(stop_token_ids), keep_lease=keep_lease,
             once_published=self.publisher.is_busy, are_episodes=are_episodes,
-            in_flight_updates=in_flight_updates,
+            in_flight_updates=in_flight_updates, open_from=open_from,
         )  # fmt: skip
 
     def trained(self, step: int, *, reward_mean: float, metrics: Mapping[str, float] | None = None) -> None:

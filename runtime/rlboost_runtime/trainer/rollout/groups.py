@@ -134,6 +134,7 @@ def _kl(sample: Sample, estimator: KlEstimator) -> float:
 class PendingGroup:
     """The responses of one prompt while their rewards are computed."""
 
+    step: int
     group: int
     prompt: Prompt
     responses: Sequence[_PendingResponse]
@@ -187,9 +188,13 @@ class RequestedStep(Generic[Group]):
 
 
 class RequestedSteps(Generic[Group]):
-    """The steps under way, oldest first. Invariant: all but the newest one are complete."""
+    """The steps under way, oldest first. Invariant: all but the newest one are complete, unless steps are
+    asked for early."""
 
-    def __init__(self, max_staleness: int, num_steps: int) -> None:
+    def __init__(self, max_staleness: int, num_steps: int, *, asks_early: bool = False) -> None:
+        """`asks_early`: a step is asked for as soon as its staleness allows, while those before it are rolled
+        out; in-flight updates are needed for that."""
+        self._asks_early = asks_early
         self._max_staleness = max_staleness
         self._num_steps = num_steps
         self._steps: dict[int, RequestedStep[Group]] = {}
@@ -206,7 +211,8 @@ class RequestedSteps(Generic[Group]):
     def add(self, requested: RequestedStep[Group]) -> None:
         """Add the newest step."""
         assert requested.staleness <= self._max_staleness
-        assert all(each.is_complete and each.step < requested.step for each in self._steps.values())
+        former = self._steps.values()
+        assert all((each.is_complete or self._asks_early) and each.step < requested.step for each in former)
         self._steps[requested.step] = requested
 
     def remove(self, step: int) -> None:
@@ -215,12 +221,17 @@ class RequestedSteps(Generic[Group]):
 
     def next_ahead(self, training: int) -> int | None:
         """Return the step to request now, while step `training` is the oldest that is not trained."""
-        if not self.newest.is_complete:
+        if not (self.newest.is_complete or self._asks_early):
             return None
         following = self.newest.step + 1
         return (
             following if following < self._num_steps and following <= training + self._max_staleness else None
         )
+
+    @property
+    def open_from(self) -> int | None:
+        """The oldest step that stays open when another one is asked for; None: none does."""
+        return min(self._steps) if self._asks_early else None
 
     def versions(self) -> list[list[int]]:
         """Return [step, policy version, updates] of all: what a resumed trainer requests again."""
@@ -228,7 +239,7 @@ class RequestedSteps(Generic[Group]):
 
 
 class GroupScorer:
-    """Scores the groups of the step that was requested last.
+    """Scores the groups of the steps under way.
 
     `start` is called on the stream's thread, the rest on the training thread.
     """
@@ -251,26 +262,30 @@ class GroupScorer:
         self._episode_watch = EpisodeWatch(environment) if environment else None
         self._algorithm = algorithm
         self._newest = newest
-        self._expected: tuple[int, int, Sequence[Prompt]] | None = None
+        self._expected: dict[int, tuple[int, Sequence[Prompt]]] = {}
+        """Policy version and prompts by step."""
         self.reward_wait_s = 0.0
         """Total seconds that `finish` has waited for rewards."""
 
     def expect(self, step: int, policy_version: int, prompts: Sequence[Prompt]) -> None:
-        """Expect the groups of `step` from now on; all groups of the step before have arrived."""
-        self._expected = step, policy_version, prompts
+        """Expect the groups of `step` from now on, and of steps before it that it does not make stale."""
+        oldest = step - self._algorithm.max_staleness
+        kept = {number: each for number, each in self._expected.items() if oldest <= number < step}
+        self._expected = kept | {step: (policy_version, prompts)}
 
     def start(self, group: DeliverGroupMessage) -> PendingGroup:
         """Check the group and start to score it. Raises `ProtocolError` for an invalid group."""
-        step, version, prompts = self._expected or (-1, -1, ())
-        where = f"group {group.group} of step {group.step}"
-        if group.step != step:
-            raise ProtocolError(f"{where} came during step {step}", "see the coordinator's log")
+        step, where = group.step, f"group {group.group} of step {group.step}"
+        if step not in self._expected:
+            newest = max(self._expected, default=-1)
+            raise ProtocolError(f"{where} came during step {newest}", "see the coordinator's log")
+        version, prompts = self._expected[step]
         prompt = prompts[group.group]
         wanted = prompt.num_responses(self._algorithm.group_size)
         if self._episodes is not None:
             results = self._episodes(group.group)
             played = [self._start_episode(prompt, result) for result in results]
-            return PendingGroup(group.group, prompt, played, results)
+            return PendingGroup(step, group.group, prompt, played, results)
         if len(group.responses) != wanted:
             raise ProtocolError(
                 f"{where} has {len(group.responses)} responses, not {wanted}", "see the coordinator's log"
@@ -293,7 +308,7 @@ class GroupScorer:
             )
             for response, (token_ids, logprobs), reward in zip(group.responses, tokens, rewards, strict=True)
         ]  # fmt: skip
-        return PendingGroup(group.group, prompt, responses)
+        return PendingGroup(step, group.group, prompt, responses)
 
     def _check(
         self,

@@ -25,7 +25,7 @@ import operator
 import secrets
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any, Generic, Self, TypeVar, cast
@@ -85,6 +85,15 @@ class Waits:
         return Waits(*map(operator.sub, astuple(self), astuple(other)))
 
 
+@dataclass(frozen=True, slots=True)
+class _Arrived(Generic[Group]):
+    """One group that has not been returned."""
+
+    step: int
+    num_responses: int
+    group: Group
+
+
 class StepStream(Generic[Group]):
     """See the module. Public methods belong to one training thread, unless they name another."""
 
@@ -105,9 +114,11 @@ class StepStream(Generic[Group]):
         self._on_recall: Callable[[], None] | None = None
 
         self._changed = threading.Condition()  # guards everything below
-        self._groups: deque[tuple[int, Group]] = deque()  # with their numbers of responses
-        self._seen: set[int] = set()
-        self._num_returned = 0
+        self._groups: deque[_Arrived[Group]] = deque()
+        self._seen: set[tuple[int, int]] = set()
+        """Steps and groups that have arrived."""
+        self._num_returned: Counter[int] = Counter()
+        """Groups that were returned, by step."""
         self._lease = False
         self._recalled = False
         self._known_version: int | None = None
@@ -119,6 +130,8 @@ class StepStream(Generic[Group]):
         self._checkpointed: Checkpointed | None = None
         self._evaluated: Evaluated | None = None
         self._request: StepStartedMessage | None = None
+        self._earlier: dict[int, StepStartedMessage] = {}
+        """Steps that stay open beside the requested one, oldest first."""
         self._next_request: StepStartedMessage | None = None  # its version is being published
         self._final: RunFinished | RunFailed | None = None
         self._on_opened: Callable[[int], None] = lambda first_response: None
@@ -190,6 +203,7 @@ class StepStream(Generic[Group]):
         once_published: bool = False,
         are_episodes: bool = False,
         in_flight_updates: bool = False,
+        open_from: int | None = None,
     ) -> None:
         """Request a step's groups and return the lease: the GPU must be free when this is called.
 
@@ -202,11 +216,12 @@ class StepStream(Generic[Group]):
         With `are_episodes` the caller plays them, once `on_opened` is called: it reports each one by
         `episode_ended` and each group by `group_ended`.
 
-        With `in_flight_updates` its responses go on under versions that are published meanwhile.
+        With `in_flight_updates` its responses go on under versions that are published meanwhile. With
+        `open_from` the steps from there on that were requested before stay open: their groups still come.
         """
         request = StepStartedMessage(
             step, policy_version, tuple(prompts), group_size, max_response_tokens, tuple(stop_token_ids),
-            keep_lease, are_episodes, in_flight_updates,
+            keep_lease, are_episodes, in_flight_updates, open_from,
         )  # fmt: skip
         with self._changed:
             self.waits = Waits()
@@ -220,7 +235,7 @@ class StepStream(Generic[Group]):
         stays where it is; a recall stays to be answered."""
         with self._changed:
             assert self._request is not None, "a step is open"
-            assert self._num_returned == self._num_groups(), "all its groups are there"
+            assert self._is_returned(self._request), "all its groups are there"
             self._request = msgspec.structs.replace(
                 self._request, prompts=(*self._request.prompts, *prompts), keeps_lease=self._lease
             )
@@ -229,14 +244,17 @@ class StepStream(Generic[Group]):
     def _open(self, request: StepStartedMessage) -> None:
         """Start another step. The caller holds the lock."""
         self._next_request = None
+        kept = self._earlier | ({} if self._request is None else {self._request.step: self._request})
+        first = request.step if request.open_from is None else request.open_from
+        self._earlier = {step: each for step, each in kept.items() if first <= step < request.step}
         self._lease = request.keeps_lease and self._lease
         self._recalled = self._recalled and self._lease
         self._request = msgspec.structs.replace(request, keeps_lease=self._lease)
         self._said_before = len(self._trained)
-        self._groups.clear()
-        self._seen.clear()
+        self._groups = deque(each for each in self._groups if each.step in self._earlier)
+        self._seen = {each for each in self._seen if each[0] in self._earlier}
+        self._num_returned = Counter({step: self._num_returned[step] for step in self._earlier})
         self._episodes.clear()
-        self._num_returned = 0
         self._link.post(self._request)
 
     def _has_published(self, version: int) -> bool:
@@ -258,6 +276,7 @@ class StepStream(Generic[Group]):
             self._trained.append(trained)
             if self._request is not None and self._request.step <= trained.step:
                 self._request = None
+            self._earlier.pop(trained.step, None)
             self._link.post(trained)
 
     def checkpointed(self, step: int) -> None:
@@ -312,22 +331,28 @@ class StepStream(Generic[Group]):
         with self._changed:
             return self._lease
 
-    def next_groups(self, min_responses: int = 1) -> list[Group]:
-        """Return everything that arrived, once that is at least `min_responses` or the rest of the step.
+    def next_groups(self, min_responses: int = 1, step: int | None = None) -> list[Group]:
+        """Return everything that arrived, once that is at least `min_responses` of `step`, or the rest of it;
+        None: the one that was requested last.
 
-        Returns [] only when all groups of the step have been returned. Answers recalls meanwhile. Raises
-        what ended the stream.
+        Returns [] only when all groups of the open steps have been returned. Answers recalls meanwhile.
+        Raises what ended the stream.
         """
 
         def enough() -> bool:
-            arrived = sum(num for num, _ in self._groups)
-            return arrived >= min_responses or self._num_returned + len(self._groups) >= self._num_groups()
+            request = self._request if step is None else self._requested(step)
+            if request is None:
+                return True
+            arrived = [each for each in self._groups if each.step == request.step]
+            if sum(each.num_responses for each in arrived) >= min_responses:
+                return True
+            return self._num_returned[request.step] + len(arrived) >= len(request.prompts)
 
         self._wait(enough, for_lease=False)
         with self._changed:
-            groups = [group for _, group in self._groups]
+            groups = [each.group for each in self._groups]
+            self._num_returned.update(each.step for each in self._groups)
             self._groups.clear()
-            self._num_returned += len(groups)
         return groups
 
     def hold_lease(self) -> None:
@@ -375,6 +400,13 @@ class StepStream(Generic[Group]):
     def _num_groups(self) -> int:
         return 0 if self._request is None else len(self._request.prompts)
 
+    def _requested(self, step: int) -> StepStartedMessage | None:
+        is_newest = self._request is not None and self._request.step == step
+        return self._request if is_newest else self._earlier.get(step)
+
+    def _is_returned(self, request: StepStartedMessage) -> bool:
+        return self._num_returned[request.step] == len(request.prompts)
+
     # --- what the coordinator sends; on the link's thread ---------------------------------------------------
 
     def _hello(self) -> TrainerHello:
@@ -384,10 +416,10 @@ class StepStream(Generic[Group]):
         known = self._known_version = welcome.published_version
         is_news = self._published is not None and (known is None or known < self._published.version)
         published = self._published if is_news else None
-        request = self._request
-        if request is not None and request.keeps_lease and not self._lease:  # a recall was answered since
-            request = msgspec.structs.replace(request, keeps_lease=False)
-        said = (published, *self._trained, self._checkpointed, self._evaluated, request)
+        requests = [*self._earlier.values(), *([] if self._request is None else [self._request])]
+        if len(requests) > 1 or not self._lease:  # it was granted, or a recall was answered, since
+            requests = [msgspec.structs.replace(each, keeps_lease=self._lease) for each in requests]
+        said = (published, *self._trained, self._checkpointed, self._evaluated, *requests)
         all_said = (*said, *self._episodes.values(), self._final)
         return [message for message in all_said if message is not None]
 
@@ -417,17 +449,19 @@ class StepStream(Generic[Group]):
 
     def _on_group_done(self, group: DeliverGroupMessage) -> None:
         with self._changed:
-            if not self._is_current(group.step) or group.group in self._seen:
+            self._is_current(group.step)  # then the coordinator has what was said before it was asked for
+            request = self._requested(group.step)
+            if request is None or (group.step, group.group) in self._seen:
                 return
-            if not 0 <= group.group < self._num_groups():
+            if not 0 <= group.group < len(request.prompts):
                 raise ProtocolError(
                     f"step {group.step} has no group {group.group}", "see the coordinator's log"
                 )
-            self._seen.add(group.group)
+            self._seen.add((group.step, group.group))
         made = group if self._on_group is None else self._on_group(group)
         with self._changed:
-            if self._is_current(group.step):  # `request_step` may have come meanwhile
-                self._groups.append((len(group.responses), cast("Group", made)))
+            if self._requested(group.step) is not None:  # `request_step` may have come meanwhile
+                self._groups.append(_Arrived(group.step, len(group.responses), cast("Group", made)))
                 self._changed.notify_all()
 
     def _is_current(self, step: int) -> bool:
