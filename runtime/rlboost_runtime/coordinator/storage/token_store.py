@@ -588,7 +588,7 @@ class StepStores:
 
     def accept(self, frame: wire.Frame) -> AcceptedOfSteps:
         """Add what `frame` brings, each step its own. Raises `ProtocolError`, and changes nothing then."""
-        parts = self._parts(frame)
+        parts = self._parts(frame) if len(self._stores) != 1 else [(next(iter(self)), frame)]
         for store, part in parts if len(parts) > 1 else ():
             store.refuse_unfit(part)
         found = [(store.step, store.accept(part)) for store, part in parts]

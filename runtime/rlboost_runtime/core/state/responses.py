@@ -296,17 +296,21 @@ class OpenSteps:
     @property
     def first(self) -> StepResponses | None:
         """The oldest one: the trainer trains it, or waits for it."""
-        return next(iter(self), None)
+        return next(iter(self.earlier.values())) if self.earlier else self.newest
 
     @property
     def first_unfinished(self) -> StepResponses | None:
         """The oldest one that has work left."""
-        return next((each for each in self if each.num_unfinished), None)
+        if self.earlier:
+            return next((each for each in self if each.num_unfinished), None)
+        newest = self.newest
+        return newest if newest is not None and newest.num_unfinished else None
 
     @property
     def num_unfinished(self) -> int:
         """Responses of all that are still to be finished."""
-        return sum(each.num_unfinished for each in self)
+        earlier = sum(each.num_unfinished for each in self.earlier.values()) if self.earlier else 0
+        return earlier + (0 if self.newest is None else self.newest.num_unfinished)
 
 
 def new_response(
