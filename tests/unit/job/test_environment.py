@@ -36,6 +36,23 @@ def test_advantages_of_turns_need_an_environment_and_a_loss_that_has_them(tmp_pa
         load_job(job("grpo", ""))
 
 
+def test_versions_in_flight_are_for_single_turns_of_our_own_trainer_that_may_be_behind(
+    tmp_path: Path,
+) -> None:
+    def job(algorithm: str, environment: str = "null", rest: str = "") -> Path:
+        return written(tmp_path, environment, f"algorithm: {algorithm}\n{rest}")
+
+    in_flight = "{max_staleness: 1, in_flight_updates: true}"
+    assert load_job(job(in_flight)).algorithm.in_flight_updates
+    with pytest.raises(JobErrors, match=r"max_staleness is 0: .* write max_staleness: 1"):
+        load_job(job("{in_flight_updates: true}"))
+    with pytest.raises(JobErrors, match="turns of an environment's episodes have one version"):
+        load_job(job(in_flight, "env.py:Game"))
+    (tmp_path / "train.py").write_text("")
+    with pytest.raises(JobErrors, match=r"for RLBoost.s own trainer, but trainer\.script is set"):
+        load_job(job(in_flight, rest="trainer: {script: train.py}\n"))
+
+
 @pytest.mark.parametrize("environment", ["env.py:Game", "env.py:play", "{python: 'env.py:Game', tries: 1}"])
 def test_a_class_or_a_function_of_a_file_is_an_environment(tmp_path: Path, environment: str) -> None:
     found = load_job(written(tmp_path, environment)).episodes
