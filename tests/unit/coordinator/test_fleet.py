@@ -293,6 +293,30 @@ async def test_a_refused_launch_leaves_its_room_at_once(
         assert await made.fleet.end_all(5) == []
 
 
+async def test_a_launch_in_doubt_is_settled_although_its_end_is_asked_for_again_and_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_module, "provider_traits", lambda name: ProviderTraits(name, launch_lag_s=0.5))
+    cloud = Cloud()
+
+    def lose_the_answer(machine: str) -> None:
+        raise ProviderError("lost", "ask again")
+
+    def end_slowly(run: str, machine: str) -> None:
+        time.sleep(0.15)
+
+    cloud.launching = lose_the_answer
+    monkeypatch.setattr(cloud, "terminate", end_slowly)
+    async with fleet_on(tmp_path, cloud) as made:
+        await until(lambda: any(isinstance(event, LaunchFailed) for event in made.events))
+        ending = asyncio.create_task(made.fleet.end_all(4))
+        while not ending.done():
+            made.fleet.carry_out(TerminateMachine("spot-0", "the run is ending"))
+            await asyncio.sleep(0.2)
+        assert await ending == []
+        assert made.book_state("spot-0") == "failed"
+
+
 async def test_a_launch_in_doubt_is_in_doubt_after_a_restart_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -165,6 +165,8 @@ class FleetController:
         self._began = clock.now()
         self._commands: asyncio.Queue[LaunchMachine | TerminateMachine] = asyncio.Queue()
         self._busy: set[str] = set()
+        self._ending: set[str] = set()
+        """Those of them that the cloud is just asked to end."""
         self._launching: set[str] = set()
         """Machines whose launch runs in a thread, also beyond `CALL_TIMEOUT_S`."""
         self._seen: set[str] = set()
@@ -288,6 +290,7 @@ class FleetController:
                     case LaunchMachine(machine=machine):
                         await self._launch(machine)
                     case TerminateMachine(machine=machine, reason=reason):
+                        self._ending.add(machine)
                         await self._terminate(machine, reason)
         except TimeoutError:
             log_event(log, "provider.timed_out", machine=command.machine, seconds=CALL_TIMEOUT_S)
@@ -296,6 +299,7 @@ class FleetController:
                 self._launch_failed(command.machine, _NO_OFFERS, RETRY_ERROR_S)
         finally:
             self._busy.discard(command.machine)
+            self._ending.discard(command.machine)
 
     async def _launch(self, machine: str) -> None:
         state = self._state
@@ -538,7 +542,9 @@ class FleetController:
     def _settle_doubts(self, unlisted: set[str], asked_at: float, silent: frozenset[str]) -> None:
         """Close the books of launches that came to nothing, once the lists would have shown them."""
         core = self._state.core.machines
-        before, self._doubtful = self._doubtful, {}
+        # One that is just asked to end, which the core repeats until it is gone, is in doubt as before.
+        before, ending = self._doubtful, self._open_machines() & self._ending - self._launching
+        self._doubtful = {name: doubt for name, doubt in before.items() if name in ending}
         for name in self._open_machines() & unlisted - self._coming:
             is_repeated = name in self._nodes or (name in core and core[name].is_requested)
             if is_repeated and not self._is_closed:  # afterwards nobody asks again, and it may have come
