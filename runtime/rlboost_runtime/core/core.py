@@ -467,7 +467,8 @@ class Core:
         book, state = self._work.steps.get(event.step), self._lease.state
         if book is not None and book.is_for(event):
             book.was_reopened = True
-            book.is_ahead = event.keeps_lease or self._work.steps.first is not book
+            is_first = self._work.steps.first is book  # with several open steps it is trained, or waited for
+            book.is_ahead = event.keeps_lease if event.open_from is None else not is_first
             self._work.add(book, event)
             self._work.deliver_again(book)
         else:

@@ -164,6 +164,26 @@ def test_the_gpus_are_recalled_only_for_a_step_that_the_trainer_waits_for(new_ru
     assert any(isinstance(c, RecallLease) for c in commands), "step 1 is waited for, and nobody serves"
 
 
+def test_a_trainer_that_reconnects_with_the_gpus_gives_them_back_for_the_step_that_it_waits_for(
+    new_run,
+) -> None:
+    run = new_run(reserved_instances=1, recall_after_s=3.0, seeding_initial_s=1.0)
+    run.publish(0)
+    run.reserved("head-0")
+    run.spot("a", max_running=8)
+    ask(run, 0, range(2), holds=False)
+    ask(run, 1, range(2, 6), holds=False)
+    run.until(run.now + 2.0)
+    for number in [number for number, holder in run.where().items() if holder == "head-0"]:
+        run.release(number, 3)
+    run.slept("head-0")
+    assert run.core.lease is LeaseState.TRAINER
+    ask(run, 0, range(2))
+    ask(run, 1, range(2, 6))
+    run.send(InstanceLeft(run.now, "a", run.epoch("a"), LossCause.RESET))
+    assert any(isinstance(c, RecallLease) for c in run.until(run.now + 5.0))
+
+
 def test_lengths_are_learned_once_a_step_is_over(run) -> None:
     for number in range(4):
         run.finish(number, 50)

@@ -335,8 +335,8 @@ class StepStream(Generic[Group]):
         """Return everything that arrived, once that is at least `min_responses` of `step`, or the rest of it;
         None: the one that was requested last.
 
-        Returns [] only when all groups of the open steps have been returned. Answers recalls meanwhile.
-        Raises what ended the stream.
+        Returns [] only when all groups of that step have been returned. Answers recalls meanwhile. Raises
+        what ended the stream.
         """
 
         def enough() -> bool:
