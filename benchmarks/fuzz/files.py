@@ -41,6 +41,10 @@ class Files:
         self._log = folder / "events.log"
         reader = SegmentReader(segment_path(run.journal, 0))
         self._records = [record for _, record in zip(range(RECORDS), reader, strict=False)]
+        self._tokens = [record[1:] for record in self._records if record.startswith(TOKENS)]
+        header = msgspec.msgpack.decode(self._records[0][1:], type=StepHeader)
+        step = OpenStep(header.request, header.first_response)
+        self._step = (header.request.step, step.all_responses(), step.limits(), header.request.stop_token_ids)
         self._segment = segment_path(run.journal, 0).read_bytes()[: reader.good_bytes]
         events = EventReader(run.events)
         self._events = [event for _, event in zip(range(EVENTS), events, strict=False)]
@@ -87,14 +91,10 @@ class Files:
 
     def _of_records(self, number: int) -> None:
         """A right checksum, a wrong content: as a bug or a bad memory may write it."""
-        header = msgspec.msgpack.decode(self._records[0][1:], type=StepHeader)
-        request, step = header.request, OpenStep(header.request, header.first_response)
         store = TokenStore()
-        numbers = step.all_responses()
-        store.open_step(request.step, numbers, step.limits(), request.stop_token_ids)
-        tokens = [record for record in self._records if record.startswith(TOKENS)]
+        store.open_step(*self._step)
         for _ in range(number):
-            record = self.random.choice(tokens)[1:]
+            record = self.random.choice(self._tokens)
             change = mutated if self.random.random() < 0.5 else respelled
             try:
                 store.restore(change(record, self.random))
