@@ -119,8 +119,15 @@ bubblewrap:
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
 			bubblewrap > /dev/null; }
 
+.PHONY: spin
+spin:
+	@[ "$$(uname -s)" != "Linux" ] || { command -v spin && command -v gcc; } > /dev/null || { \
+		echo "installing SPIN, which checks tests/models"; \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+			spin gcc libc6-dev > /dev/null; }
+
 .PHONY: test
-test: $(DEV) bytecode sshd bubblewrap ## unit, property and integration tests
+test: $(DEV) bytecode sshd bubblewrap spin ## unit, property and integration tests
 	$(BIN)/python -m pytest -q -n 3 --dist worksteal -m "not e2e and not vllm and not cloud" tests
 
 .PHONY: test-vllm

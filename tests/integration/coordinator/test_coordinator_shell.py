@@ -9,8 +9,9 @@ import math
 import os
 import random
 import shutil
+import threading
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -604,7 +605,50 @@ async def test_a_finish_in_the_journal_that_the_core_never_heard_of_is_made_good
     first_finish = next(i for i, line in enumerate(events) if b"Finished" in line)
     (tmp_path / "events.log").write_bytes(b"".join(events[:first_finish]) + b'{"torn')
     async with shell(tmp_path) as made:
+        await made.driver.journal.flushed()
         assert made.driver.core.complete_groups() == [0]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    for _ in range(500):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it did not come to be within five seconds")
+
+
+class HeldDisk(SystemDisk):
+    """A disk whose syncs wait while it is held."""
+
+    def __init__(self) -> None:
+        self.free = threading.Event()
+        self.free.set()
+
+    def sync(self, fd: int) -> None:
+        self.free.wait(10)
+        super().sync(fd)
+
+
+async def test_a_response_is_finished_only_once_its_tokens_are_on_the_disk(tmp_path: Path) -> None:
+    disk = HeldDisk()
+    async with shell(tmp_path, disk) as made:
+        trainer = made.trainers()
+        agent = await join(made, trainer)
+        a, b = await begin_step(agent, trainer)
+        await made.driver.journal.flushed()
+        disk.free.clear()
+        ends = AssignmentEnd(a, "stop"), AssignmentEnd(b, "stop")
+        await agent.say(frame(0, [(a, 0, [9]), (b, 0, [9])], *ends))
+        await until(lambda: made.driver.store.length(0) == 1)
+        again = made.agent()  # the same instance begins a new life: its work goes to the next one, itself
+        await again.say(hello())
+        await again.hear(Welcome)
+        await again.say(InstanceReadyMessage(0))
+        await until(lambda: made.driver.totals.assigned[0] == 2)
+        await asyncio.sleep(0.05)
+        assert made.driver.core.complete_groups() == [], "finished before the journal was synced"
+        disk.free.set()
+        assert texts(await trainer.hear(DeliverGroupMessage)) == [[9], [9]]
 
 
 async def finish_step(folder: Path) -> bytes:

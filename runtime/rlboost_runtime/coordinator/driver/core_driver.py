@@ -341,9 +341,9 @@ class CoreDriver:
         offset = self.store.assign(command.assignment, response, command.instance)
         complete = self.store.is_complete(response)
         if complete is not None:
-            # The event was lost, the tokens were not: a finished response is never resumed.
+            # A finished response is never resumed. The event was lost, or its tokens are not on the disk yet.
             self.store.unassign(command.assignment)
-            self._pending.append(Finished(self.now(), response, offset, complete))
+            self.journal.append(b"", lambda: self.apply(Finished(self.now(), response, offset, complete)))
             return
         if self.totals.assigned[response] > 1:
             self.tokens_migrated += offset
