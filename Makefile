@@ -305,6 +305,11 @@ soak-fuzz: $(DEV) ## MESSAGES=100000 mutated messages of an agent, FILES=10000 m
 	@$(BIN)/python -m benchmarks.fuzz --messages $(or $(MESSAGES),100000) --files $(or $(FILES),10000) \
 		--seed $(or $(SEED),0)
 
+.PHONY: soak-guided-fuzz
+soak-guided-fuzz: $(DEV) ## SECONDS=600 of fuzzing guided by coverage (atheris): frames, journal records, segments, event logs (SEED=1)
+	@$(INSTALL) -q "atheris==3.0.0"
+	@$(BIN)/python -m benchmarks.fuzz.guided --seconds $(or $(SECONDS),600) --seed $(or $(SEED),1) $(ARGS)
+
 .PHONY: soak-endpoint-fuzz
 soak-endpoint-fuzz: $(DEV) ## REQUESTS=100000 random requests to the endpoint's routes (SEED=0; 20 min)
 	@$(BIN)/python -m benchmarks.endpoint.fuzz --requests $(or $(REQUESTS),100000) --seed $(or $(SEED),0) $(ARGS)

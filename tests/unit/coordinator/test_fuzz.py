@@ -5,12 +5,18 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import pytest
 
 from benchmarks.fuzz.files import Files
 from benchmarks.fuzz.messages import Agent, Fuzz, turn
+from benchmarks.fuzz.targets import STOP_TOKEN, Targets, store
 from rlboost_runtime.coordinator.driver import ingest
+from rlboost_runtime.coordinator.storage.columns import JournalRecord
+from rlboost_runtime.coordinator.storage.journal import decode_event
 from rlboost_runtime.core.base.messages import LossCause
+from rlboost_runtime.errors import ProtocolError
 from rlboost_runtime.protocol import messages as wire
 
 
@@ -83,3 +89,58 @@ async def test_a_sender_that_does_not_wait_is_left_unread(
     agent.task.cancel()
     await turn()
     await made.driver.journal.close()
+
+
+@pytest.mark.parametrize("name", ["wire", "records", "segment", "events"])
+def test_what_the_guided_fuzzer_begins_with_is_read_whole(tmp_path: Path, name: str) -> None:
+    targets = Targets(tmp_path)
+    seeds = targets.seeds(name)
+    assert seeds
+    for data in seeds:
+        targets.all[name](data)
+    if name == "records":
+        for record in seeds:
+            store().restore(record)
+
+
+def record(*, openings: tuple[tuple[int, int, str], ...], endings: tuple[tuple[int, str], ...]) -> bytes:
+    """Return a record of two tokens of response 0."""
+    tokens, logprobs = np.array([1, STOP_TOKEN], "<i4").tobytes(), np.array([-1.0, -1.0], "<f4").tobytes()
+    columns = (np.array([0], "<u4").tobytes(), np.array([0], "<u4").tobytes(), np.array([2], "<u2").tobytes())
+    return msgspec.msgpack.encode(JournalRecord(0, 0, *columns, tokens, logprobs, openings, endings))
+
+
+@pytest.mark.parametrize(
+    ("openings", "endings", "words"),
+    [
+        (((0, 0, "spot-0/0"),), ((0, "suop"),), "ends a response with the reason 'suop'"),
+        (((0, 0, "spot-0/0"),), ((0, "quarantined"),), "ends a response with the reason 'quarantined'"),
+        (((0, 58, "spot-0/0"),), (), "a segment of response 0 begins at 58, where no token is"),
+        (
+            ((1, 0, "spot-0/0"), (0, 0, "spot-0/0")),
+            (),
+            "a segment of response 1 begins at 0, where no token is",
+        ),
+        ((), (), "no instance is named for the tokens of response 0"),
+    ],
+)
+def test_a_record_that_contradicts_itself_changes_nothing(
+    openings: tuple[tuple[int, int, str], ...], endings: tuple[tuple[int, str], ...], words: str
+) -> None:
+    held = store()
+    with pytest.raises(ProtocolError, match=words):
+        held.restore(record(openings=openings, endings=endings))
+    assert held.length(0) == 0
+    held.check()
+    held.restore(record(openings=((0, 0, "spot-0/0"),), endings=((0, "stop"),)))
+    assert held.length(0) == 2
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b'{"event":{"":"Finished"}}', b'{"event":["Tick"]}', b"[" * 100_000, b'{"event":' + b"[" * 100_000],
+    ids=["an object", "a list", "nested too deeply", "nested in an event"],
+)
+def test_a_line_that_is_no_event_is_said_to_be_none(line: bytes) -> None:
+    with pytest.raises(ValueError, match=r"not an event|nested too deeply"):
+        decode_event(line)

@@ -67,8 +67,13 @@ def decode_event(line: bytes | str) -> Event:
     Unknown keys are ignored and missing ones take their default, so that a log of an older version can be
     read.
     """
-    plain = json.loads(line.decode() if isinstance(line, bytes) else line)  # of bytes it guesses the coding
-    if not isinstance(plain, dict) or "event" not in plain:
+    try:
+        plain = json.loads(
+            line.decode() if isinstance(line, bytes) else line
+        )  # of bytes it guesses the coding
+    except RecursionError:
+        raise ValueError(f"nested too deeply: {line[:200]!r}") from None
+    if not isinstance(plain, dict) or not isinstance(plain.get("event"), str):
         raise ValueError(f"not an event: {line[:200]!r}")
     kind = _EVENTS.get(plain["event"])
     if kind is None:
@@ -510,7 +515,7 @@ class EventLog:
 
     def append(self, event: Event) -> None:
         """Write one event. Raises `OSError` when the disk refuses; the event then did not happen."""
-        line = _checked(encode_event(event), self.size)
+        line = checked_line(encode_event(event), self.size)
         try:
             self._disk.write(self._fd, line)
         except OSError:
@@ -530,7 +535,7 @@ class EventLog:
 _CHECK = re.compile(rb'\{"crc":"([0-9a-f]{8})",')
 
 
-def _checked(line: bytes, place: int) -> bytes:
+def checked_line(line: bytes, place: int) -> bytes:
     """Return a line of the event log with its checksum in front."""
     return b'{"crc":"%08x",%b' % (zlib.crc32(line[1:], place & 0xFFFFFFFF), line[1:])
 

@@ -275,14 +275,16 @@ class TokenStore:
             raise _unfit(f"it belongs to step {parts.step}, open is step {self._step}")
         deltas = record_deltas(parts)
         rows_N = self._record_rows(deltas.owners_N)
+        openings = [(self._row(response), offset, instance) for response, offset, instance in parts.openings]
+        endings = [(self._row(response), _finish_reason(reason)) for response, reason in parts.endings]
         if not self._fits(rows_N, deltas, _ends(deltas)):
             rows_N, deltas = self._trim_restored(rows_N, deltas)
-        for response, offset, instance in parts.openings:
-            row = self._row(response)
-            if offset >= self._lengths[row]:
-                self._open_segment(row, offset, instance, parts.policy_version)
+        new = [opening for opening in openings if opening[1] >= self._lengths[opening[0]]]
+        self._refuse_segments(new, set(rows_N.tolist()))
+        for row, offset, instance in new:
+            self._open_segment(row, offset, instance, parts.policy_version)
         any_full = self._append(rows_N, deltas, _ends(deltas))
-        finishes = self._restore_finishes(parts)
+        finishes = self._restore_finishes(endings)
         full = self._finish_full(rows_N) if any_full else ()
         return finishes + [(response, self._finished[response - self._first]) for response in full]
 
@@ -476,13 +478,22 @@ class TokenStore:
         kept_N = ends_N > lengths_N
         return rows_N[kept_N], _part(deltas, kept_N, lengths_N, ends_N - lengths_N)
 
-    def _restore_finishes(self, record: JournalRecord) -> list[tuple[int, FinishReason]]:
+    def _refuse_segments(self, new: list[tuple[int, int, str]], rows: set[int]) -> None:
+        """Refuse segments that begin elsewhere than at the end of `rows`, which get tokens."""
+        for row, offset, _ in new:
+            if offset != self._lengths[row] or row not in rows:
+                raise _unfit(
+                    f"a segment of response {row + self._first} begins at {offset}, where no token is"
+                )
+        if nameless := rows - self._segments.keys() - {row for row, _, _ in new}:
+            raise _unfit(f"no instance is named for the tokens of response {min(nameless) + self._first}")
+
+    def _restore_finishes(self, endings: list[tuple[int, FinishReason]]) -> list[tuple[int, FinishReason]]:
         finishes: list[tuple[int, FinishReason]] = []
-        for response, reason in record.endings:
-            row = self._row(response)
+        for row, reason in endings:
             if row not in self._finished:
-                self._finish(row, FinishReason(reason))
-                finishes.append((response, FinishReason(reason)))
+                self._finish(row, reason)
+                finishes.append((row + self._first, reason))
         return finishes
 
     def _check_row(self, row: int) -> None:
@@ -636,6 +647,13 @@ def _part(deltas: TokenDeltas, kept_N: NDArray[np.bool_], firsts_N: Ints, taken_
         token_ids_T=deltas.token_ids_T[source_T],
         logprobs_T=deltas.logprobs_T[source_T],
     )
+
+
+def _finish_reason(reason: str) -> FinishReason:
+    try:
+        return _FINISHES[reason]
+    except KeyError:
+        raise _unfit(f"it ends a response with the reason {reason!r}") from None
 
 
 def _check_endings(frame: wire.Frame) -> None:
