@@ -11,7 +11,7 @@ import shutil
 
 from rlboost_runtime.billing.books import unsettled
 from rlboost_runtime.errors import ConfigError, RuntimeFault
-from rlboost_runtime.processes import tagged
+from rlboost_runtime.processes import delete_temporary_folder, tagged
 from rlboost_runtime.run import in_memory
 from rlboost_runtime.run.folder import RunFolder
 from rlboost_runtime.run.index import is_open
@@ -33,6 +33,7 @@ def remove(run: RunFolder) -> None:
     """Delete the run's folder. It leaves the list of runs at once, whole. Raises `RuntimeFault`."""
     require_removable(run)
     in_memory.free_run(run)
+    delete_temporary_folder(run.path)
     hidden = run.path.with_name(f".{run.name}.deleted-{os.getpid()}")
     try:
         run.path.rename(hidden)

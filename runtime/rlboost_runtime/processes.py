@@ -6,7 +6,8 @@ own. Only processes of this user are looked at. A process is signalled only whil
 (by its pid and `process_start`).
 
 `end_all` ends what is left of a run on this machine, also after the parents are gone: politely first, then
-for certain. The caller and its ancestors are never touched.
+for certain. The caller and its ancestors are never touched. With the processes go their temporary files, of
+which torch, vLLM and others leave some behind when they are killed.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,6 +34,8 @@ ROLE_TAG = "RLBOOST_ROLE"
 SAME_START_S = 0.005 if sys.platform == "linux" else 2.0
 """Two readings of a process's start may differ by so much: Linux says it to 0.01 s, always the same."""
 _START = 19  # field 22 of /proc/PID/stat, counted after the command's name
+
+_TEMPORARY = "rlboost-"
 
 TAG_SEEN_S = 10.0
 """How long a process that was started may take until others can read its tags."""
@@ -50,6 +55,33 @@ def untagged(environment: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value for name, value in environment.items() if name not in (RUN_TAG, MACHINE_TAG, ROLE_TAG)
     }
+
+
+def temporary_folder(run: Path) -> Path:
+    """Return the folder for temporary files of the run's processes; makes it where there is none.
+
+    It is in the system's temporary folder because names of sockets may have at most 107 bytes; a link in the
+    run's folder says where. Raises `OSError`.
+    """
+    link = _temporary_link(run)
+    if not link.is_dir():
+        link.unlink(missing_ok=True)
+        link.parent.mkdir(exist_ok=True)
+        link.symlink_to(tempfile.mkdtemp(prefix=_TEMPORARY, dir=os.environ.get("TMPDIR")))
+    return link.readlink()
+
+
+def delete_temporary_folder(run: Path) -> None:
+    """Delete the temporary files of the run's processes, which must have ended."""
+    link = _temporary_link(run)
+    with contextlib.suppress(OSError):
+        if link.is_symlink() and link.readlink().name.startswith(_TEMPORARY):
+            shutil.rmtree(link.readlink(), ignore_errors=True)
+            link.unlink(missing_ok=True)
+
+
+def _temporary_link(run: Path) -> Path:
+    return run / "processes" / "tmp"
 
 
 def tagged(run: Path, *, machine: str | None = None, role: str | None = None) -> list[psutil.Process]:
@@ -242,4 +274,5 @@ def end_all(run_folder: Path, grace_s: float) -> list[int]:
         psutil.wait_procs(processes, timeout=max(0.0, deadline - time.monotonic()))
     found.update(dict.fromkeys(p.pid for p in tagged(run_folder)))
     kill_tagged(run_folder)
+    delete_temporary_folder(run_folder)
     return list(found)

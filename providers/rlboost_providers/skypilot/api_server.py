@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -45,6 +46,9 @@ class ServerUse:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._folder = folder
+        self.temporary = folder / ".rlboost-temporary"
+        """Temporary files of the server and of SkyPilot in our children, which leave some: they go with the
+        server."""
         self._lock = os.open(folder / ".rlboost-users", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def join(self, timeout_s: float) -> None:
@@ -54,6 +58,7 @@ class ServerUse:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"SkyPilot's API server has been shutting down for {timeout_s:g} s")
             time.sleep(_POLL_S)
+        self.temporary.mkdir(mode=0o700, exist_ok=True)
 
     def started(self, pid: int) -> None:
         """Have the server `pid`, which we started, watched by a process of its own, which outlives us."""
@@ -98,6 +103,7 @@ def watch(folder: Path, pid: int, start: float, is_idle: Callable[[], bool]) -> 
             is_over = is_alone and is_idle()
             if is_over:
                 end_session(pid, start)
+                shutil.rmtree(use.temporary, ignore_errors=True)
         if not is_over:
             time.sleep(BUSY_S if is_alone else LOOK_S)
     end_session(pid, start)

@@ -47,6 +47,7 @@ def _api_server() -> Any:  # a sibling, in a folder whose names are not to hide 
 
 _SERVER = _api_server()
 _USE = _SERVER.ServerUse(Path("~/.sky").expanduser())
+os.environ["TMPDIR"] = str(_USE.temporary)
 
 
 def answer(**line: Any) -> None:

@@ -53,7 +53,8 @@ table.
     tensorboard/      event files, if the job asks for them                 trainer
     preparing.json    {"doing", "done", "of", "unit", "since"}: what the trainer does before its first step;
                       absent otherwise                                      trainer
-    processes/        supervisor.json, coordinator.json, ...: {"pid", "start"}             supervisor
+    processes/        supervisor.json, coordinator.json, ...: {"pid", "start"};            supervisor
+                      tmp: a link to their temporary files
     logs/             a file per process; logs/machines/ID/ per machine     each process
     head.json         {"host", ...}: where the run's head is, if not here; the rest of the folder is then
                       what was last seen of the one there                   CLI

@@ -16,7 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlboost_runtime.logs import event
-from rlboost_runtime.processes import identify, process_age, process_start, start_session, tags, untagged
+from rlboost_runtime.processes import (
+    identify,
+    process_age,
+    process_start,
+    start_session,
+    tags,
+    temporary_folder,
+    untagged,
+)
 from rlboost_runtime.run.folder import RunFolder, read_json, write_json
 from rlboost_runtime.supervisor.roles import Role
 
@@ -70,12 +78,19 @@ class Watched:
 def start(role: Role, run: RunFolder) -> Watched:
     """Start `role` in a session of its own, tagged, its output appended to its log; record its identity.
 
-    On a full disk the identity is not written: the process works, but a later supervisor replaces it.
+    On a full disk the identity is not written: the process works, but a later supervisor replaces it; and its
+    temporary files are the system's.
     """
     role.prepare()
     path = role.log(run)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     environment = untagged(os.environ) | tags(run.path, machine=role.machine, role=role.name)
+    try:
+        environment["TMPDIR"] = str(temporary_folder(run.path))
+    except OSError as problem:
+        event(
+            log, "temporary_folder.not_made", level=logging.WARNING, process=role.name, problem=str(problem)
+        )
     began = time.monotonic()
     log_offset = path.stat().st_size if path.exists() else 0
     child = start_session(role.command, environment, run.path, path)

@@ -303,6 +303,24 @@ def test_the_command_itself_says_so_and_succeeds_as_a_second_one(run, supervise)
     assert "has a supervisor already" in done.stderr
 
 
+def test_what_killed_processes_leave_in_the_temporary_folder_goes_with_the_run(run, supervise, monkeypatch):
+    system = run.path.with_name("system")
+    system.mkdir()
+    monkeypatch.setenv("TMPDIR", str(system))
+    leaves = "import tempfile; tempfile.mkdtemp(prefix='torchelastic_'); "
+    supervisor = supervise(coordinator=leaves + NAP, weights=NAP)
+    process = wait_for(run, "coordinator")
+    (run.processes / ".starting").touch()
+    wait_until(lambda: list(system.glob("rlboost-*/torchelastic_*")))
+    process.kill()
+    wait_for(run, "coordinator", other_than=process.pid)
+    wait_until(lambda: len(list(system.glob("rlboost-*/torchelastic_*"))) == 2)
+    write_json(run.outcome, {"state": "done", "problem": "", "remedy": "", "exit_code": 0})
+    supervisor.process.wait(30)
+    assert list(system.iterdir()) == []
+    assert [path.name for path in run.processes.iterdir()] == ["supervisor.lock"]
+
+
 @pytest.mark.parametrize("cause", ["outcome", "signal"])
 def test_nothing_is_left_at_the_end(run, supervise, cause):
     stubborn = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); "

@@ -91,11 +91,14 @@ def test_the_server_ends_with_its_executors_when_its_last_user_has_gone(tmp_path
     second.join(1)
     watcher.idle.set()
     watcher.start()
+    first.temporary.joinpath("sky-tmp").mkdir()
     first.close()
     time.sleep(0.3)
     assert len(members(server.pid)) == 3, "somebody uses it"
+    assert second.temporary.joinpath("sky-tmp").exists()
     second.close()
     until(lambda: members(server.pid) == [])
+    until(lambda: not second.temporary.exists())
 
 
 def test_a_server_that_has_clusters_goes_on_until_they_are_gone(tmp_path, server, watcher) -> None:
@@ -143,6 +146,7 @@ def test_the_server_is_not_of_the_run_that_starts_it_and_ends_with_the_child(tmp
         watcher = next(each for each in child.children() if each != started)
         for each in (started, watcher):
             assert not [name for name in each.environ() if name.startswith(("RLBOOST_", "SKYPILOT_PROJECT"))]
+            assert each.environ()["TMPDIR"] == str(tmp_path / ".sky/.rlboost-temporary")
         project.unlink()  # with the run's folder
         child.kill()  # as a run that is ended by force
     finally:
