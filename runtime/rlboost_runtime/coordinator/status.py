@@ -204,7 +204,6 @@ def _is_progress_due(sources: StatusSources) -> bool:
 def _unfinished_tokens(state: CoreDriver) -> int:
     """Return the tokens of the open steps' responses that have not finished. After a power cut the core may
     not know a step yet, or not all of it."""
-    newest = [] if state.step is None else [state.step]
     finished = {
         number
         for book in state.core.open_steps
@@ -213,7 +212,7 @@ def _unfinished_tokens(state: CoreDriver) -> int:
     }
     return sum(
         state.store.length(response)
-        for step in (*newest, *state.earlier.values())
+        for step in state.open_steps
         for response in step.all_responses()
         if response not in finished
     )

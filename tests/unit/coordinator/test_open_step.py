@@ -56,5 +56,5 @@ def test_work_goes_on_behind_what_is_kept_under_the_prompts_own_limit_and_sampli
 
 def test_status_counts_the_tokens_of_a_step_that_the_core_lost_in_a_power_cut() -> None:
     core = SimpleNamespace(open_steps=[])
-    state: Any = SimpleNamespace(step=STEP, earlier={}, core=core, store=SimpleNamespace(length=lambda _: 3))
+    state: Any = SimpleNamespace(open_steps=[STEP], core=core, store=SimpleNamespace(length=lambda _: 3))
     assert _unfinished_tokens(state) == 3 * len(STEP.all_responses())

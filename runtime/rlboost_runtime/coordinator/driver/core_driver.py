@@ -367,16 +367,18 @@ class CoreDriver:
 
     # --- steps --------------------------------------------------------------------------------------------
 
+    @property
+    def open_steps(self) -> list[OpenStep]:
+        """All open steps, the one that was asked for last at the end."""
+        return [*self.earlier.values(), *([] if self.step is None else [self.step])]
+
     def open_step_of(self, step: int) -> OpenStep | None:
         """Return an open step by its number."""
-        is_newest = self.step is not None and self.step.request.step == step
-        return self.step if is_newest else self.earlier.get(step)
+        return next((each for each in self.open_steps if each.request.step == step), None)
 
     def _step_of(self, response: int) -> OpenStep | None:
         """Return the open step of a response."""
-        newest = [] if self.step is None else [self.step]
-        steps = (*newest, *self.earlier.values())
-        return next((step for step in steps if response in step.all_responses()), None)
+        return next((step for step in self.open_steps if response in step.all_responses()), None)
 
     def _forget_closed(self) -> None:
         """Drop earlier steps that the core has closed."""
@@ -386,8 +388,7 @@ class CoreDriver:
             self._keep_stores()
 
     def _keep_stores(self) -> None:
-        newest = [] if self.step is None else [self.step.request.step]
-        self.store.keep({*self.earlier, *newest})
+        self.store.keep({step.request.step for step in self.open_steps})
 
     async def open_step(
         self,
@@ -450,7 +451,7 @@ class CoreDriver:
 
     def _keep_open(self, first: int, before: int) -> None:
         """Go on with the open steps from `first` on; those after `before` are closed."""
-        steps = self.earlier | ({} if self.step is None else {self.step.request.step: self.step})
+        steps = {step.request.step: step for step in self.open_steps}
         known = {book.step for book in self.core.open_steps if not book.trained}
         self.earlier = {
             number: step for number, step in steps.items() if first <= number < before and number in known
