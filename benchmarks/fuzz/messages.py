@@ -30,7 +30,7 @@ ROUND = 500
 BEAT_EVERY = 50
 """Messages between two heartbeats of the honest agent: a fraction of a second."""
 HANG_S = 20.0
-"""A message that takes so long ends the process with a traceback."""
+"""`BEAT_EVERY` messages that take so long end the process with a traceback."""
 MAX_TOKENS, SLOTS, RESPONSES = 200, 8, 24_000
 
 
@@ -158,7 +158,8 @@ class Fuzz:
         for number in range(messages):
             if number == messages // 10:
                 self.rss_mb = float(psutil.Process().memory_info().rss) / 1e6
-            faulthandler.dump_traceback_later(HANG_S, exit=True)
+            if number % BEAT_EVERY == 0:
+                faulthandler.dump_traceback_later(HANG_S, exit=True)
             if attacker.task.done():
                 self.counts["connections_ended"] += 1
                 crash = attacker.task.exception()
@@ -178,8 +179,8 @@ class Fuzz:
     async def attacker(self, honest: Agent) -> Agent:
         """Return a machine that was taken over, with work; a former one is gone if it gets none."""
         while True:
-            machines = self.made.driver.core.machines
-            name = next(n for n in machines if n != honest.machine and self.made.agents.is_live(n))
+            known = list(self.made.driver.core.machines)
+            name = next(n for n in reversed(known) if n != honest.machine and self.made.agents.is_live(n))
             agent = Agent(self.made, name)
             if await agent.join():
                 return agent
