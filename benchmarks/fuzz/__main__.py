@@ -30,8 +30,8 @@ MAX_GROWTH_MB = 1_000.0
 """Twenty kilobytes for each of the machines that come and go: the core keeps those of the last minute."""
 
 FORGET_AFTER_S = 60.0
-"""The core forgets machines that are gone after so long here, not after ten minutes as in a run: in a run hardly
-any go in that time, here thousands."""
+"""The core forgets machines that are gone after so long here, not after ten minutes: in a run hardly any go
+in that time, here thousands."""
 
 
 def _rss_mb() -> float:
