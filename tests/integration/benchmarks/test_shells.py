@@ -88,10 +88,15 @@ def first_broken(*faults: str) -> str:
 def test_an_acknowledgement_before_the_journal_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = InlineJournal.append
 
-    def append(self: InlineJournal, record: bytes, on_commit: Callable[[], None] | None = None) -> None:
+    def append(
+        self: InlineJournal,
+        record: bytes,
+        on_commit: Callable[[], None] | None = None,
+        step: int | None = None,
+    ) -> None:
         if on_commit is not None:
             on_commit()
-        plain(self, record)
+        plain(self, record, step=step)
 
     monkeypatch.setattr(InlineJournal, "append", append)
     found = first_broken("disk full")  # by the tokens' places, or by an end that nobody remembers
