@@ -301,7 +301,7 @@ soak-serving: $(DEV) ## an hour of load on a served model in ten minutes, with a
 	@$(BIN)/python -m benchmarks.serving
 
 .PHONY: soak-fuzz
-soak-fuzz: $(DEV) ## MESSAGES=100000 mutated messages of an agent, FILES=10000 mutated files (SEED=0; 10 min)
+soak-fuzz: $(DEV) ## MESSAGES=100000 mutated messages of an agent, FILES=10000 mutated files (SEED=0; 5 min)
 	@$(BIN)/python -m benchmarks.fuzz --messages $(or $(MESSAGES),100000) --files $(or $(FILES),10000) \
 		--seed $(or $(SEED),0)
 
@@ -309,6 +309,12 @@ soak-fuzz: $(DEV) ## MESSAGES=100000 mutated messages of an agent, FILES=10000 m
 soak-guided-fuzz: $(DEV) ## SECONDS=600 of fuzzing guided by coverage (atheris): frames, journal records, segments, event logs (SEED=1)
 	@$(INSTALL) -q "atheris==3.0.0"
 	@$(BIN)/python -m benchmarks.fuzz.guided --seconds $(or $(SECONDS),600) --seed $(or $(SEED),1) $(ARGS)
+
+.PHONY: soak-mutation
+soak-mutation: $(DEV) ## a sample of SAMPLE=1000 mutants of core, ledger, wire and journal against their tests (2 h; may be stopped)
+	@$(INSTALL) -q "mutmut==3.8.1"
+	@$(BIN)/python -m benchmarks.mutation --folder build/mutation --sample $(or $(SAMPLE),1000) \
+		--seed $(or $(SEED),0) $(ARGS)
 
 .PHONY: soak-endpoint-fuzz
 soak-endpoint-fuzz: $(DEV) ## REQUESTS=100000 random requests to the endpoint's routes (SEED=0; 20 min)

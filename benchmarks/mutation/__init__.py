@@ -1,0 +1,1 @@
+"""Mutation testing of the modules that a run's tokens and money rest on."""

@@ -1,0 +1,189 @@
+"""Change one thing in the core, the ledger, the wire or the journal, and see whether a test notices.
+
+    pip install mutmut==3.8.1
+    python -m benchmarks.mutation --folder /tmp/mutation --sample 1000 [--seed 0] [--out mutation.json]
+
+mutmut works on a copy of the last commit in `--folder`; called again with the same folder, it continues.
+A sample is drawn evenly from all mutants. Each is judged by the tests that reach its function, the unit tests
+of these rooms and the property suites, without those that take longer than `SLOW_S`: what only they notice
+counts as a survivor. The last line is one JSON object with the score and the survivors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.checkout import commit
+
+MUTATED = {
+    "core": ["core"],
+    "ledger": ["billing/ledger", "billing/launch_records", "billing/accounts"],
+    "wire": ["protocol/session", "protocol/transport"],
+    "journal": ["coordinator/storage"],
+}
+"""The modules of each part, as the beginning of their path in rlboost_runtime."""
+TESTS = ("tests/unit/core", "tests/unit/billing", "tests/unit/coordinator", "tests/property")
+SLOW_S = 0.5
+NO_MUTANT = "none*"
+"""Matches no mutant: mutmut stops with an error after its preparations."""
+BATCH = 200
+"""Mutants for which mutmut is started at once."""
+KILLED, SURVIVED, UNREACHED = "killed", "survived", "reached by no test"
+_EXIT_CODES = {0: SURVIVED, 5: UNREACHED, 33: UNREACHED}
+"""Of mutmut; any other code is a failed test, a crash or a test that never ended."""
+
+
+def main() -> int:
+    """Return 0; a survivor is no error."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--sample", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    folder: Path = options.folder
+    if not _ready(folder).exists():
+        _copy(folder)
+        _prepare(folder)
+        _ready(folder).touch()
+    names = sorted(_verdicts(folder))
+    sample = random.Random(options.seed).sample(names, min(options.sample, len(names)))
+    began = time.monotonic()
+    while left := [name for name in sample if _verdicts(folder)[name] is None]:
+        print(
+            f"{len(sample) - len(left)} of {len(sample)} mutants, {time.monotonic() - began:.0f} s",
+            flush=True,
+        )
+        _mutmut(folder, "run", "--max-children", str(options.processes), *left[:BATCH])
+        if all(_verdicts(folder)[name] is None for name in left[:BATCH]):
+            raise SystemExit(f"mutmut judged none of its mutants; see {_log(folder)}")
+    result = {"commit": commit(), "seed": options.seed, "mutants": len(names), **_result(folder, sample)}
+    if options.out is not None:
+        options.out.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    print(json.dumps(result, ensure_ascii=False))
+    return 0
+
+
+def _copy(folder: Path) -> None:
+    """Write the last commit into `folder`, with the runtime where mutmut looks for a package: in src/."""
+    folder.mkdir(parents=True, exist_ok=True)
+    packed = folder / "commit.tar"
+    subprocess.run(["git", "archive", "-o", packed.absolute(), "HEAD"], check=True)
+    with tarfile.open(packed) as archive:
+        archive.extractall(folder, filter="data")
+    packed.unlink()
+    (folder / "runtime").rename(folder / "src")
+    pyproject = folder / "pyproject.toml"
+    only = [f"src/rlboost_runtime/{path}*" for paths in MUTATED.values() for path in paths]
+    settings = {
+        "source_paths": ["src"],
+        "only_mutate": only,
+        "also_copy": ["providers", "templates", "rlboost_cli", "benchmarks"],
+        "pytest_add_cli_args": ["-p", "no:cacheprovider", "-o", "timeout=60"],
+        "pytest_add_cli_args_test_selection": list(TESTS),
+    }
+    text = pyproject.read_text().replace('pythonpath = [".", "runtime"', 'pythonpath = [".", "src"')
+    text += "\n[tool.mutmut]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in settings.items())
+    pyproject.write_text(text)
+
+
+def _prepare(folder: Path) -> None:
+    """Let mutmut make the mutants and see which tests reach which function; leave out the slow tests."""
+    print("making the mutants; running the tests once", flush=True)
+    _mutmut(folder, "run", "--max-children", "1", NO_MUTANT)
+    path = folder / "mutants" / "mutmut-stats.json"
+    stats = json.loads(path.read_text())
+    seconds = stats["duration_by_test"]
+    reached = stats["tests_by_mangled_function_name"]
+    for name, tests in reached.items():
+        reached[name] = [test for test in tests if seconds.get(test, 0.0) <= SLOW_S]
+    path.write_text(json.dumps(stats))
+
+
+def _mutmut(folder: Path, *arguments: str) -> None:
+    with _log(folder).open("ab") as log:
+        subprocess.run(
+            [sys.executable, "-m", "mutmut", *arguments], cwd=folder, stdout=log, stderr=log, check=False
+        )
+
+
+def _ready(folder: Path) -> Path:
+    """Return the file that says that copy, mutants and reached tests are there."""
+    return folder / "ready"
+
+
+def _log(folder: Path) -> Path:
+    return folder / "mutmut.log"
+
+
+def _verdicts(folder: Path) -> dict[str, int | None]:
+    """Return mutmut's exit code of each mutant; None before it was run."""
+    verdicts: dict[str, int | None] = {}
+    for path in sorted(folder.glob("mutants/src/**/*.meta")):
+        verdicts |= json.loads(path.read_text())["exit_code_by_key"]
+    return verdicts
+
+
+def _result(folder: Path, sample: list[str]) -> dict[str, Any]:
+    verdicts = _verdicts(folder)
+    parts = {part: _counts([name for name in sample if _part(name) == part], verdicts) for part in MUTATED}
+    survivors = [name for name in sample if _verdict(verdicts[name]) != KILLED]
+    return {
+        **_counts(sample, verdicts),
+        "parts": parts,
+        "survivors": {name: _diff(folder, name) for name in survivors},
+    }
+
+
+def _counts(names: list[str], verdicts: dict[str, int | None]) -> dict[str, Any]:
+    """Return how many of each verdict, the share killed, and half the width of its 95 % interval."""
+    found = [_verdict(verdicts[name]) for name in names]
+    killed = found.count(KILLED)
+    score = killed / len(found) if found else 0.0
+    half = 1.96 * math.sqrt(score * (1 - score) / len(found)) if found else 0.0
+    return {
+        "sample": len(found),
+        "killed": killed,
+        "survived": found.count(SURVIVED),
+        "unreached": found.count(UNREACHED),
+        "score": round(score, 3),
+        "score_95": round(half, 3),
+    }
+
+
+def _verdict(exit_code: int | None) -> str:
+    return _EXIT_CODES.get(exit_code if exit_code is not None else 33, KILLED)
+
+
+def _part(name: str) -> str:
+    path = name.removeprefix("rlboost_runtime.").replace(".", "/")
+    return next(part for part, paths in MUTATED.items() if any(path.startswith(start) for start in paths))
+
+
+def _diff(folder: Path, name: str) -> list[str]:
+    """Return the lines that the mutant takes away and puts in their place."""
+    shown = subprocess.run(
+        [sys.executable, "-m", "mutmut", "show", name],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    lines = [
+        line for line in shown.stdout.splitlines() if line[:1] in "+-" and line[:3] not in ("+++", "---")
+    ]
+    return [line[0] + " " + line[1:].strip() for line in lines]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
