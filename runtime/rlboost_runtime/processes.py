@@ -36,6 +36,7 @@ SAME_START_S = 0.005 if sys.platform == "linux" else 2.0
 _START = 19  # field 22 of /proc/PID/stat, counted after the command's name
 
 _TEMPORARY = "rlboost-"
+"""Begins the name of a run's temporary folder; nothing else is deleted through the link to it."""
 
 TAG_SEEN_S = 10.0
 """How long a process that was started may take until others can read its tags."""

@@ -583,10 +583,7 @@ async def test_an_agent_resumes_after_a_restart_and_resends_without_doubling(tmp
             frame(1, [(a, 1, [9]), (b, 0, [9])], AssignmentEnd(a, "stop"), AssignmentEnd(b, "stop"))
         )
         assert (await agent.hear(Ack)).seq >= 0
-        for _ in range(100):
-            if made.driver.core.complete_groups():
-                break
-            await asyncio.sleep(0.02)
+        await until(lambda: bool(made.driver.core.complete_groups()))
         assert made.driver.core.complete_groups() == [0]
         assert made.agents.ingest.tokens_duplicate == 1
         made.driver.store.check()

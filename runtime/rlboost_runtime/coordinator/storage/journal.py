@@ -67,10 +67,9 @@ def decode_event(line: bytes | str) -> Event:
     Unknown keys are ignored and missing ones take their default, so that a log of an older version can be
     read.
     """
+    text = line.decode() if isinstance(line, bytes) else line  # of bytes json guesses the coding
     try:
-        plain = json.loads(
-            line.decode() if isinstance(line, bytes) else line
-        )  # of bytes it guesses the coding
+        plain = json.loads(text)
     except RecursionError:
         raise ValueError(f"nested too deeply: {line[:200]!r}") from None
     if not isinstance(plain, dict) or not isinstance(plain.get("event"), str):

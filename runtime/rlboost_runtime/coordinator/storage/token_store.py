@@ -479,7 +479,8 @@ class TokenStore:
         return rows_N[kept_N], _part(deltas, kept_N, lengths_N, ends_N - lengths_N)
 
     def _refuse_segments(self, new: list[tuple[int, int, str]], rows: set[int]) -> None:
-        """Refuse segments that begin elsewhere than at the end of `rows`, which get tokens."""
+        """Refuse segments that begin elsewhere than at the end of `rows`, which get tokens, and first tokens
+        without one."""
         for row, offset, _ in new:
             if offset != self._lengths[row] or row not in rows:
                 raise _unfit(
