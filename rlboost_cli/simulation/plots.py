@@ -40,6 +40,7 @@ ACTIVITIES = {
     "wait": "#f2f2f2",
     "optimizer": "#E69F00",
     "publish": "#000000",
+    "restart": "#7f7f7f",
 }
 
 _STYLE: dict[str, Any] = {  # matplotlib's own settings

@@ -345,7 +345,7 @@ class Faults:
             return
         self.count += 1
         agent = self._random.choice(agents)
-        match self._random.randrange(6):
+        match self._random.randrange(7):
             case 0 | 1:
                 agent.reset(self._random.choice((0.1, 0.4, 2.0)))
             case 2:
@@ -354,6 +354,8 @@ class Faults:
                 agent.crash_engine()
             case 4:
                 agent.hang()
+            case 5:
+                self._world.restart_trainer(self._random.uniform(0.1, 20.0))
             case _:
                 self._world.restart_coordinator([self._random.uniform(0.1, 40.0) for _ in agents])
 

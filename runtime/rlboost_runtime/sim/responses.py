@@ -9,6 +9,7 @@ The truth about the open steps' responses: how long each becomes and what has be
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -90,14 +91,17 @@ class ResponseStore:
         self._steps: list[tuple[int, StepLengths]] = []
         """First response and lengths of the open steps, newest first."""
 
-    def open_step(self, lengths: StepLengths, num_kept: int = 0) -> tuple[ResponseRequest, ...]:
-        """Begin a step; return what the trainer asks for. So many steps before it stay open."""
+    def open_step(
+        self, lengths: StepLengths, num_kept: int = 0, carried: Sequence[int] | None = None
+    ) -> tuple[ResponseRequest, ...]:
+        """Begin a step; return what the trainer asks for. So many steps before it stay open; `carried`: the
+        tokens that its responses have already."""
         numbers = range(self._next, self._next + len(lengths.tokens))
         self._next = numbers.stop
         self._steps = [(numbers.start, lengths), *self._steps[:num_kept]]
         since = self._steps[-1][0]
         kept = {number: tokens for number, tokens in self.tokens.items() if since <= number < numbers.start}
-        self.tokens = kept | dict.fromkeys(numbers, 0)
+        self.tokens = kept | dict(zip(numbers, carried or [0] * len(numbers), strict=True))
         return tuple(
             ResponseRequest(number, i // self._group_size, lengths.prompts[i], self.max_tokens)
             for i, number in enumerate(numbers)
@@ -106,6 +110,14 @@ class ResponseStore:
     def is_open(self, response: int) -> bool:
         """Return True if the response belongs to an open step."""
         return response in self.tokens
+
+    def tokens_of(self, responses: Sequence[int]) -> list[int] | None:
+        """Return the tokens that each response of a step has; None for a step that is closed."""
+        return [self.tokens[each] for each in responses] if responses[0] in self.tokens else None
+
+    def is_finished(self, response: int) -> bool:
+        """Return True if the response is of an open step and complete."""
+        return response in self.tokens and self.tokens.get(response) == self.goal_of(response)
 
     def begin(self, response: int, keep_tokens: int | None) -> int:
         """Return after how many tokens an assignment continues; drop what is not kept."""

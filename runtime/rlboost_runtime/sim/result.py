@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Activity = Literal[
-    "boot", "pull", "rollout", "idle", "seed", "hand-over", "train", "wait", "optimizer", "publish"
+    "boot", "pull", "rollout", "idle", "seed", "hand-over", "train", "wait", "optimizer", "publish", "restart"
 ]
 """What a machine does. Spot machines: boot, pull (and load) weights, rollout, idle. The reserved node: seed
-(its own engines roll out), hand-over (either way), train, wait (for responses), optimizer, publish."""
+(its own engines roll out), hand-over (either way), train, wait (for responses), optimizer, publish, restart
+(of the trainer)."""
 
 RESERVED = "reserved"
 """The reserved node's name in intervals; spot machines are called as the core calls them."""

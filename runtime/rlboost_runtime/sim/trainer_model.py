@@ -8,20 +8,25 @@ for them: so many steps are open besides the one that it trains.
 A response costs some forward passes (`Assumptions.forward_passes`). A micro-batch takes whole
 groups, at least `micro_batch_responses` of them and whatever else is ready, up to `MAX_SHARE` of the step,
 so that a recall is answered soon.
+
+A trainer that restarts has nothing of the steps that it had not published. It asks for them again, the oldest
+first, and receives their groups again.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from rlboost_runtime.core.base.messages import (
     Event,
     LeaseReturned,
+    ResponseRequest,
     StepStarted,
     StepTrained,
+    TrainerLost,
     VersionPublished,
 )
 from rlboost_runtime.sim.clock import Agenda
@@ -53,6 +58,12 @@ class TrainerHost(Protocol):
     def step_ended(self, step: int, wait_s: float, train_s: float, tokens: Sequence[int]) -> None:
         """A step is trained and published, with responses of so many tokens."""
 
+    def is_step_open(self, step: int) -> bool:
+        """Return True if the core has that step open."""
+
+    def step_asked_again(self, responses: Sequence[int]) -> None:
+        """A step has been asked for again: some of its responses may be finished."""
+
     def all_loaded(self) -> bool:
         """Return True if every spot instance serves the newest version that it was ordered to load."""
 
@@ -70,14 +81,36 @@ class _Step:
     """A step that was asked for and is not trained yet."""
 
     number: int
-    first_response: int
+    version: int
+    """The newest one when it was asked for."""
+    requests: tuple[ResponseRequest, ...]
     lengths: StepLengths
-    num_missing: int
+    num_missing: int = field(init=False)
     """Responses that have not arrived."""
-    num_left: int
+    num_left: int = field(init=False)
     """Responses that are not trained."""
-    ready: deque[tuple[int, int]] = field(default_factory=deque)
+    ready: deque[tuple[int, int]] = field(init=False)
     """Prompt and response tokens of those that may be trained now."""
+    carried: list[int] | None = None
+    """Tokens of each response when the core closed the step that a former process had asked for."""
+
+    def __post_init__(self) -> None:
+        self.forget()
+
+    @property
+    def first_response(self) -> int:
+        """Number of its first response."""
+        return self.requests[0].response
+
+    @property
+    def responses(self) -> range:
+        """Numbers of its responses."""
+        return range(self.first_response, self.first_response + len(self.requests))
+
+    def forget(self) -> None:
+        """Go back to when it was asked for."""
+        self.num_missing = self.num_left = len(self.requests)
+        self.ready = deque()
 
 
 class SimTrainer:
@@ -88,6 +121,10 @@ class SimTrainer:
     ) -> None:
         self._steps: deque[_Step] = deque()
         """The one that is trained first; without in-flight updates all but the last have arrived."""
+        self._former: deque[_Step] = deque()
+        """Steps that a former process had asked for and this one has not."""
+        self._life = 0
+        """Counts its processes."""
         self._next_step = 0
         self._version = 0
         self._weight_bytes = weight_bytes
@@ -107,24 +144,43 @@ class SimTrainer:
         self._host.send(VersionPublished(self._host.agenda.now, 0, self._weight_bytes))
         self._open()
 
+    def restart(self, back_after_s: float) -> None:
+        """Its process ends; after so many seconds another one has the state of the last step published.
+        Nothing happens before the first step. Not for episodes, whose environments would end with it."""
+        assert self._preset.workload.turns is None, "a trainer with episodes cannot be restarted"
+        if not self._next_step:
+            return
+        self._life += 1
+        self._stop_waiting()
+        for step in reversed(self._steps):
+            step.forget()
+            self._former.appendleft(step)
+        self._steps.clear()
+        self._is_busy = self._has_lease = self._is_recalled = False
+        self._host.trainer_activity("restart")
+        self._host.send(TrainerLost(self._host.agenda.now))
+        self._later(back_after_s, self._open)
+
     def group_finished(self, step: int, group: int) -> None:
         """A group is finished."""
         if self._preset.assumptions.trains_whole_groups:
-            asked = next(each for each in self._steps if each.number == step)
-            self._arrived(asked, self._host.responses.members_of(asked.first_response, group))
+            asked = next((each for each in self._steps if each.number == step), None)
+            if asked is not None:  # else it is delivered again once this process asks for it
+                self._arrived(asked, self._host.responses.members_of(asked.first_response, group))
 
     def response_finished(self, response: int) -> None:
         """A response is finished."""
         if not self._preset.assumptions.trains_whole_groups:
-            asked = next(each for each in reversed(self._steps) if each.first_response <= response)
-            self._arrived(asked, (response,))
+            asked = next((each for each in self._steps if response in each.responses), None)
+            if asked is not None:
+                self._arrived(asked, (response,))
 
     def _arrived(self, step: _Step, responses: Sequence[int]) -> None:
         step.ready.extend(self._host.responses.lengths_of(response) for response in responses)
         step.num_missing -= len(responses)
         self._try()
         if self._may_ask_ahead():
-            self._host.agenda.after(0.0, self._ask_ahead)
+            self._later(0.0, self._ask_ahead)
 
     @property
     def _asks_early(self) -> bool:
@@ -142,6 +198,8 @@ class SimTrainer:
 
     def granted(self) -> None:
         """The GPUs are the trainer's."""
+        if not self._steps:
+            return  # no process is there
         self._has_lease = True
         self._host.trainer_activity("wait")
         self._idle_since = self._host.agenda.now
@@ -149,41 +207,69 @@ class SimTrainer:
 
     def recalled(self) -> None:
         """The GPUs are wanted back."""
+        if not self._has_lease:
+            return
         self._is_recalled = True
         if not self._is_busy:
             self._give_back()
 
     def _open(self) -> None:
         """Ask for the next step, to be trained now or after those that were asked for before."""
-        preset, now, number = self._preset, self._host.agenda.now, self._next_step
-        self._next_step += 1
-        is_ahead = bool(self._steps)
-        lengths = draw_lengths(preset.workload, preset.assumptions, self._seed, number)
-        num_kept = len(self._steps) if self._asks_early else 0
-        requests = self._host.responses.open_step(lengths, num_kept)
-        num = preset.workload.responses
-        self._steps.append(_Step(number, requests[0].response, lengths, num, num))
+        preset = self._preset
+        is_ahead, is_again = bool(self._steps), bool(self._former)
+        step = self._former_step() if is_again else self._new_step()
+        self._steps.append(step)
         if not is_ahead:
             self._has_lease = self._is_recalled = False
-            self._begin_step(gives_back=True)
+            self._begin_step(gives_back=True, is_again=is_again)
         self._host.send(
             StepStarted(
-                now,
-                number,
-                self._version,
-                requests,
+                self._host.agenda.now,
+                step.number,
+                step.version,
+                step.requests,
                 keeps_lease=is_ahead and (self._has_lease or not self._asks_early),
                 are_episodes=preset.workload.turns is not None,
                 in_flight_updates=preset.workload.in_flight_updates,
                 open_from=self._steps[0].number if self._asks_early else None,
             )
         )
+        if is_again:
+            self._host.step_asked_again(step.responses)
+            if not preset.assumptions.trains_whole_groups:
+                finished = [each for each in step.responses if self._host.responses.is_finished(each)]
+                self._arrived(step, finished)
         if self._asks_early and self._may_ask_ahead():
-            self._host.agenda.after(0.0, self._ask_ahead)
+            self._later(0.0, self._ask_ahead)
 
-    def _begin_step(self, *, gives_back: bool) -> None:
+    def _new_step(self) -> _Step:
+        preset, number = self._preset, self._next_step
+        self._next_step += 1
+        lengths = draw_lengths(preset.workload, preset.assumptions, self._seed, number)
+        num_kept = len(self._steps) if self._asks_early else 0
+        return _Step(number, self._version, self._host.responses.open_step(lengths, num_kept), lengths)
+
+    def _former_step(self) -> _Step:
+        """Return the next step that a former process had asked for. One that the core has closed gets new
+        numbers and keeps its tokens, as the journal does."""
+        store, step = self._host.responses, self._former[0]
+        if not self._host.is_step_open(step.number):
+            for each in self._former:  # the core closes those too
+                each.carried = each.carried or store.tokens_of(each.responses) or list(each.lengths.tokens)
+            step.requests = store.open_step(step.lengths, carried=step.carried)
+        return self._former.popleft()
+
+    def _later(self, seconds: float, action: Callable[[], None]) -> None:
+        """Do something after a time if the process still lives then."""
+        life = self._life
+        self._host.agenda.after(seconds, lambda: action() if life == self._life else None)
+
+    def _begin_step(self, *, gives_back: bool, is_again: bool = False) -> None:
         self._wait_s = self._train_s = 0.0
-        self._host.step_began(gives_back=gives_back)
+        if is_again:  # its time goes on
+            self._host.trainer_activity("hand-over")
+        else:
+            self._host.step_began(gives_back=gives_back)
 
     def _try(self) -> None:
         if not self._has_lease or self._is_busy or not self._steps or not self._steps[0].num_left:
@@ -199,7 +285,7 @@ class SimTrainer:
         self._is_busy = True
         self._train_s += seconds
         self._host.trainer_activity("train")
-        self._host.agenda.after(seconds, self._trained)
+        self._later(seconds, self._trained)
 
     def _trained(self) -> None:
         self._is_busy = False
@@ -227,11 +313,11 @@ class SimTrainer:
     def _optimize(self) -> None:
         self._is_busy = True
         self._host.trainer_activity("optimizer")
-        self._host.agenda.after(self._preset.assumptions.optimizer_s, self._gather)
+        self._later(self._preset.assumptions.optimizer_s, self._gather)
 
     def _gather(self) -> None:
         self._host.trainer_activity("publish")
-        self._host.agenda.after(self._preset.assumptions.gather_s, self._publish)
+        self._later(self._preset.assumptions.gather_s, self._publish)
 
     def _publish(self) -> None:
         now, assumptions, step = self._host.agenda.now, self._preset.assumptions, self._steps.popleft()
@@ -244,7 +330,7 @@ class SimTrainer:
         if self._steps:
             self._go_on()
         elif self._waits_for_weights:
-            self._host.agenda.after(0.0, self._open_when_loaded)
+            self._later(0.0, self._open_when_loaded)
         else:
             self._open()
 
@@ -263,4 +349,4 @@ class SimTrainer:
         if self._host.all_loaded():
             self._open()
         else:
-            self._host.agenda.after(LOOK_AGAIN_S, self._open_when_loaded)
+            self._later(LOOK_AGAIN_S, self._open_when_loaded)

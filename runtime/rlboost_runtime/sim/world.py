@@ -171,6 +171,10 @@ class World:
         for agent, seconds in zip(self.agents(), back_after_s, strict=False):
             agent.reset(seconds, reports=False)
 
+    def restart_trainer(self, back_after_s: float) -> None:
+        """The trainer's process ends; another is ready after so many seconds."""
+        self._trainer.restart(back_after_s)
+
     @property
     def digest(self) -> str:
         """Digest of all commands so far, in order."""
@@ -210,9 +214,11 @@ class World:
         if self._episodes is not None and self._episodes.turn_finished(response):
             return
         if self.responses.is_open(response):
-            tokens, reason = self.responses.finish(response)
-            self._inbox.append(Finished(self.agenda.now, response, tokens, reason))
+            self._inbox.append(self._finish(response))
             self._trainer.response_finished(response)
+
+    def _finish(self, response: int) -> Finished:
+        return Finished(self.agenda.now, response, *self.responses.finish(response))
 
     def activity(self, agent: SimAgent, what: Activity) -> None:
         """A spot instance's activity changes."""
@@ -232,6 +238,17 @@ class World:
             shape = self.cloud.shape_of(machine)
             price = 0.0 if shape is None else self._preset.egress_of(shape)
             self.egress_usd += price * num_bytes / 1e9
+
+    def is_step_open(self, step: int) -> bool:
+        """Return True if the core has that step open."""
+        return any(book.step == step for book in self.core.open_steps)
+
+    def step_asked_again(self, responses: Sequence[int]) -> None:
+        """A step has been asked for again: the core learns which responses are finished."""
+        for response in responses:
+            if self.responses.is_finished(response) and self.core.response(response).finish_reason is None:
+                self._inbox.append(self._finish(response))
+        self._drain()
 
     def all_loaded(self) -> bool:
         """Return True if every spot instance serves the newest version."""
@@ -405,6 +422,8 @@ class World:
 
     def _execute(self, command: Command) -> None:
         match command:
+            case Assign(response=response) if self.responses.is_finished(response):
+                self._inbox.append(self._finish(response))  # it came with a step that is asked for again
             case Assign() | Abort() | LoadVersion() | Evict():
                 self._to_agent(command)
             case Sleep() | Wake():

@@ -245,7 +245,7 @@ class FleetController:
     async def _end_once(self, provider: Provider, deadline: float) -> set[str]:
         """List the machines and terminate them; return those that exist or may come, and note in `silence`
         whether every cloud answered."""
-        busy = self._coming
+        coming, ending = self._coming, set(self._ending)
         look = self._look()
         try:
             timeout_s = max(MIN_CALL_S, deadline - self._clock.now())
@@ -263,7 +263,8 @@ class FleetController:
         is_open = self._open_machines()
         unsaid = {machine for machine in is_open if self._may_be_in(machine, listed.silent)}
         unsaid |= self._too_young(is_open - {view.machine for view in listed.views})
-        return alive | busy | self._coming | set(self._doubtful) | unsaid
+        ending = (ending | self._ending) & is_open  # one whose books are closed is only asked again
+        return alive | coming | self._coming | ending | set(self._doubtful) | unsaid
 
     async def _end_by(self, provider: Provider, machine: str, deadline: float) -> None:
         try:
@@ -274,8 +275,8 @@ class FleetController:
 
     @property
     def _coming(self) -> set[str]:
-        """Machines that a call under way may bring."""
-        return self._busy | self._launching
+        """Machines that a launch under way may bring."""
+        return self._busy - self._ending | self._launching
 
     # --- one command --------------------------------------------------------------------------------------
 
