@@ -76,15 +76,19 @@ class Options:
         return whole.window(start_s, min(whole.duration_s, start_s + 60.0 * self.minutes + 3600.0))
 
 
-def write_job(folder: Path, options: Options) -> Path:
-    """Write the job file, and beside it everything that it names."""
-    scenario, preset = options.scenario, options.scenario.preset
+def write_job(folder: Path, name: str, scenario: Scenario, market: Trace | None) -> Path:
+    """Write the job file, and beside it everything that it names. Without a market, machines are always to be
+    had and nobody takes them."""
+    preset = scenario.preset
     (folder / FILE).write_bytes(msgspec.json.encode(scenario))
-    (folder / "trace.csv").write_text("\n".join(trace_rows(options.market())) + "\n")
+    offer: dict[str, Any] = {"infra": "local", "price_usd_per_hour": preset.spot[0].usd_per_hour}
+    if market is not None:
+        (folder / "trace.csv").write_text("\n".join(trace_rows(market)) + "\n")
+        offer["market"] = {"trace": "trace.csv", "notice_fraction": 0.0}
     (folder / "train.py").write_text("from benchmarks.paper_scale.trainer import main\n\nmain()\n")
     workload = preset.workload
     job = {
-        "name": f"paper-scale-{options.model.lower()}",
+        "name": name,
         "model": {"init": "tiny", "warmup": None},  # none is loaded: the engines have no model
         "data": {"reasoning_gym": ["spell_backward"], "size": 200},
         "reward": "reasoning_gym",
@@ -94,7 +98,7 @@ def write_job(folder: Path, options: Options) -> Path:
             "steps": 10_000,
             "max_prompt_tokens": 2 * workload.prompt_tokens,
             "max_response_tokens": workload.max_response_tokens,
-            "seed": options.seed,
+            "seed": scenario.seed,
         },
         "trainer": {
             "script": "train.py",
@@ -104,16 +108,7 @@ def write_job(folder: Path, options: Options) -> Path:
         "rollout": {
             "engine_args": {"max_running": preset.assumptions.max_running},
             "seeding_initial_s": preset.seeding_initial_s,
-            "spot": {
-                "any_of": [
-                    {
-                        "infra": "local",
-                        "price_usd_per_hour": preset.spot[0].usd_per_hour,
-                        "market": {"trace": "trace.csv", "notice_fraction": 0.0},
-                    }
-                ],
-                "max_instances": preset.max_spot_instances,
-            },
+            "spot": {"any_of": [offer], "max_instances": preset.max_spot_instances},
         },
         "files": [FILE],
         "evidence": {"keep_journal": True},
@@ -132,8 +127,8 @@ def rlboost(*arguments: str | Path) -> None:
 
 def live(options: Options, folder: Path) -> tuple[RunFolder, Watched]:
     """Launch the run, watch it for its time, end it."""
-    job = write_job(folder, options)
     name = f"paper-scale-{options.model.lower()}"
+    job = write_job(folder, name, options.scenario, options.market())
     rlboost("launch", job, "--yes", "--detach", "--no-doctor")
     run = RunFolder.named(name)
     try:
@@ -158,7 +153,7 @@ def report(options: Options, run: RunFolder, watched: Watched) -> dict[str, Any]
         "machine": f"{os.cpu_count()} cores, load {os.getloadavg()[1]:.1f}, nice {os.nice(0)}",
         "minutes": options.minutes,
         "responses_per_step": options.scenario.preset.workload.responses,
-        "steps": steps,
+        "steps": 10_000,
         "step_s_lived_over_predicted": round(1.0 + mean_off, 4),
         "responses": audit["responses"],
         "audit_problems": audit["problems"][:20],

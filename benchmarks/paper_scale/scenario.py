@@ -39,6 +39,8 @@ class Scenario:
     """Prompts of a step; the paper's are 128."""
     max_response_tokens: int
     """The paper's are 14,336."""
+    restore_s: float = 0.0
+    """What a trainer that is started again needs to have model and optimizer back."""
 
     @classmethod
     def of_run(cls) -> Scenario:

@@ -11,6 +11,7 @@ import json
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -50,13 +51,14 @@ class ModelledTrainer:
         self._notes = client.run.path / STEPS
 
     def train(self) -> None:
-        """Train until the run is ended."""
-        done = self._notes.read_text().count("\n") if self._notes.exists() else 0
+        """Train until the run is ended; a trainer that is started again goes on from the last version."""
+        if self._notes.exists():
+            time.sleep(self._scenario.restore_s)
+        self._notes.touch()
+        done = self._notes.read_text().count("\n")
         self._publish(done)
-        step = done
-        while True:
+        for step in count(done):
             self._step(step)
-            step += 1
 
     def _publish(self, step: int) -> None:
         ids, logprobs = emulated_response(list(PROBE), 4, Sampling())

@@ -100,6 +100,12 @@ class SimCloud:
             self._end(rented, by_cloud=False)
             self._free[rented.node] = rented.shape
 
+    def take(self, machine: str) -> None:
+        """Take a machine of ours without notice. Its node is free again at once, as if it were another."""
+        rented = self._rented[machine]
+        self._end(rented, by_cloud=True)
+        self._free[rented.node] = rented.shape
+
     def shape_of(self, machine: str) -> MachineShape | None:
         """Return what kind of machine it is; None for one that is not there."""
         rented = self._rented.get(machine)
