@@ -2,8 +2,8 @@
 GPUs, and publishes.
 
 With `Workload.max_staleness` it asks for a step as soon as all groups of the newest one are there, so many
-steps ahead of the one that it trains, and keeps the GPUs. With `Workload.in_flight_updates` it does not wait
-for them: so many steps are open besides the one that it trains.
+steps ahead of the one that it trains, and keeps the GPUs where it has them. With
+`Workload.in_flight_updates` it does not wait for them: so many steps are open besides the one that it trains.
 
 A response costs some forward passes (`Assumptions.forward_passes`). A micro-batch takes whole
 groups, at least `micro_batch_responses` of them and whatever else is ready, up to `MAX_SHARE` of the step,
@@ -61,8 +61,8 @@ class TrainerHost(Protocol):
     def is_step_open(self, step: int) -> bool:
         """Return True if the core has that step open."""
 
-    def step_asked_again(self, responses: Sequence[int]) -> None:
-        """A step has been asked for again: some of its responses may be finished."""
+    def step_asked(self, responses: Sequence[int]) -> None:
+        """A step has been asked for. If it was asked for before, some of its responses may be finished."""
 
     def all_loaded(self) -> bool:
         """Return True if every spot instance serves the newest version that it was ordered to load."""
@@ -228,17 +228,15 @@ class SimTrainer:
                 step.number,
                 step.version,
                 step.requests,
-                keeps_lease=is_ahead and (self._has_lease or not self._asks_early),
+                keeps_lease=is_ahead and self._has_lease,
                 are_episodes=preset.workload.turns is not None,
                 in_flight_updates=preset.workload.in_flight_updates,
                 open_from=self._steps[0].number if self._asks_early else None,
             )
         )
-        if is_again:
-            self._host.step_asked_again(step.responses)
-            if not preset.assumptions.trains_whole_groups:
-                finished = [each for each in step.responses if self._host.responses.is_finished(each)]
-                self._arrived(step, finished)
+        self._host.step_asked(step.responses)
+        if is_again and not preset.assumptions.trains_whole_groups:
+            self._arrived(step, [each for each in step.responses if self._host.responses.is_finished(each)])
         if self._asks_early and self._may_ask_ahead():
             self._later(0.0, self._ask_ahead)
 

@@ -243,8 +243,12 @@ class World:
         """Return True if the core has that step open."""
         return any(book.step == step for book in self.core.open_steps)
 
-    def step_asked_again(self, responses: Sequence[int]) -> None:
-        """A step has been asked for again: the core learns which responses are finished."""
+    def step_asked(self, responses: Sequence[int]) -> None:
+        """A step has been asked for: its episodes begin, or the core learns which responses are finished of
+        one that was asked for before."""
+        if self._episodes is not None:
+            self._episodes.begin()
+            return
         for response in responses:
             if self.responses.is_finished(response) and self.core.response(response).finish_reason is None:
                 self._inbox.append(self._finish(response))
@@ -264,8 +268,6 @@ class World:
         """The trainer begins with a step."""
         if gives_back:
             self.trainer_activity("hand-over")
-        if self._episodes is not None:
-            self._episodes.begin()
         now = self.agenda.now
         if not self.recorder.rows:
             self.startup_usd = self._usd()
