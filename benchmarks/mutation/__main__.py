@@ -4,9 +4,10 @@
     python -m benchmarks.mutation --folder /tmp/mutation --sample 1000 [--seed 0] [--out mutation.json]
 
 mutmut works on a copy of the last commit in `--folder`; called again with the same folder, it continues.
-A sample is drawn evenly from all mutants. Each is judged by the tests that reach its function, the unit tests
-of these rooms and the property suites, without those that take longer than `SLOW_S`: what only they notice
-counts as a survivor. The last line is one JSON object with the score and the survivors.
+A sample is drawn evenly from all mutants. Each is judged by the tests of `TESTS` that reach its function and
+take at most `SLOW_S`; where there is none, by the quickest that reach it. What only other tests notice counts
+as a survivor. One that differs in a text alone, such as a message or the case of SQL, is counted apart. The
+last line is one JSON object with the score and the survivors.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import json
 import math
 import random
+import re
 import subprocess
 import sys
 import tarfile
@@ -31,13 +33,21 @@ MUTATED = {
     "journal": ["coordinator/storage"],
 }
 """The modules of each part, as the beginning of their path in rlboost_runtime."""
-TESTS = ("tests/unit/core", "tests/unit/billing", "tests/unit/coordinator", "tests/property")
+TESTS = tuple(
+    f"tests/{name}"
+    for name in (
+        *("unit/core", "unit/billing", "unit/coordinator", "unit/protocol", "unit/sim", "unit/audit"),
+        *("property", "integration/protocol", "integration/coordinator"),
+    )
+)
 SLOW_S = 0.5
+QUICKEST = 3
+"""So many tests judge a function that only slower ones reach."""
 NO_MUTANT = "none*"
 """Matches no mutant: mutmut stops with an error after its preparations."""
 BATCH = 200
 """Mutants for which mutmut is started at once."""
-KILLED, SURVIVED, UNREACHED = "killed", "survived", "reached by no test"
+KILLED, SURVIVED, UNREACHED, TEXT = "killed", "survived", "reached by no test", "differs in a text alone"
 _EXIT_CODES = {0: SURVIVED, 5: UNREACHED, 33: UNREACHED}
 """Of mutmut; any other code is a failed test, a crash or a test that never ended."""
 
@@ -106,7 +116,8 @@ def _prepare(folder: Path) -> None:
     seconds = stats["duration_by_test"]
     reached = stats["tests_by_mangled_function_name"]
     for name, tests in reached.items():
-        reached[name] = [test for test in tests if seconds.get(test, 0.0) <= SLOW_S]
+        quick = [test for test in tests if seconds.get(test, 0.0) <= SLOW_S]
+        reached[name] = quick or sorted(tests, key=lambda test: seconds.get(test, 0.0))[:QUICKEST]
     path.write_text(json.dumps(stats))
 
 
@@ -135,30 +146,40 @@ def _verdicts(folder: Path) -> dict[str, int | None]:
 
 
 def _result(folder: Path, sample: list[str]) -> dict[str, Any]:
-    verdicts = _verdicts(folder)
-    parts = {part: _counts([name for name in sample if _part(name) == part], verdicts) for part in MUTATED}
-    survivors = [name for name in sample if _verdict(verdicts[name]) != KILLED]
+    verdicts = {name: _verdict(_verdicts(folder)[name]) for name in sample}
+    survivors = {name: _diff(folder, name) for name in sample if verdicts[name] != KILLED}
+    for name, diff in survivors.items():
+        if is_text_alone(diff):
+            verdicts[name] = TEXT
+    parts = {part: counts([verdicts[name] for name in sample if _part(name) == part]) for part in MUTATED}
     return {
-        **_counts(sample, verdicts),
+        **counts(list(verdicts.values())),
         "parts": parts,
-        "survivors": {name: _diff(folder, name) for name in survivors},
+        "survivors": {name: [verdicts[name], *diff] for name, diff in survivors.items()},
     }
 
 
-def _counts(names: list[str], verdicts: dict[str, int | None]) -> dict[str, Any]:
-    """Return how many of each verdict, the share killed, and half the width of its 95 % interval."""
-    found = [_verdict(verdicts[name]) for name in names]
-    killed = found.count(KILLED)
-    score = killed / len(found) if found else 0.0
-    half = 1.96 * math.sqrt(score * (1 - score) / len(found)) if found else 0.0
+def counts(found: list[str]) -> dict[str, Any]:
+    """Return how many of each verdict, and the share killed of those that differ in more than a text, with
+    half the width of its 95 % interval."""
+    killed, num = found.count(KILLED), len(found) - found.count(TEXT)
+    score = killed / num if num else 0.0
+    half = 1.96 * math.sqrt(score * (1 - score) / num) if num else 0.0
     return {
         "sample": len(found),
         "killed": killed,
         "survived": found.count(SURVIVED),
         "unreached": found.count(UNREACHED),
+        "text_alone": found.count(TEXT),
         "score": round(score, 3),
         "score_95": round(half, 3),
     }
+
+
+def is_text_alone(diff: list[str]) -> bool:
+    """Return True if the lines that are taken away and put in their place differ within quotes alone."""
+    without = [(line[0], re.sub(r"\"[^\"]*\"|'[^']*'", "", line[1:])) for line in diff]
+    return [code for sign, code in without if sign == "-"] == [code for sign, code in without if sign == "+"]
 
 
 def _verdict(exit_code: int | None) -> str:

@@ -16,6 +16,7 @@ import pytest
 from rlboost_runtime.billing.accounts import BilledState, UsageKind, WasteKind
 from rlboost_runtime.billing.launch_records import MachineRecord
 from rlboost_runtime.billing.ledger import Ledger
+from rlboost_runtime.billing.ledger_file import in_one_file
 from rlboost_runtime.errors import NotFound, RuntimeFault
 from rlboost_runtime.money import NS_PER_HOUR
 from tests.fakes.books import bill_egress
@@ -324,6 +325,59 @@ def test_a_bill_is_split_by_what_was_wasted_and_never_by_more(ledger: Ledger) ->
         2_500_000,
         500_000,
     )
+
+
+def test_a_bill_of_less_than_a_second_is_split_to_the_last_nanosecond(ledger: Ledger) -> None:
+    intend(ledger, "a", price=3_600_000_000_000_000)  # $1,000,000 a second: a micro-dollar a picosecond
+    ledger.launched("a", T0)
+    (bill,) = ledger.machines(T0 + 1)
+    found = bill.parts({WasteKind.REDONE: 1})
+    assert found.wasted == {
+        WasteKind.BOOT: 0, WasteKind.IDLE: 0, WasteKind.LOST: 0, WasteKind.REDONE: 1_000,
+    }  # fmt: skip
+
+
+def test_what_was_served_is_what_was_noted_last(ledger: Ledger) -> None:
+    assert ledger.served() == (0, 0)
+    ledger.note_served(3, 40)
+    ledger.note_served(3, 40)
+    ledger.note_served(5, 60)
+    assert ledger.served() == (5, 60)
+
+
+def test_what_happened_is_read_back_as_it_was_noted(ledger: Ledger) -> None:
+    ledger.note(T0, "launched", "a launched", machine="a")
+    ledger.note(T0 + 1, "ended", "a ended")
+    first, second = ledger.events()
+    assert (first.at, first.kind, first.text, first.data) == (T0, "launched", "a launched", {"machine": "a"})
+    assert (second.at, second.kind, second.text, second.data) == (T0 + 1, "ended", "a ended", {})
+    assert ledger.events(last=1) == [second]
+
+
+def test_totals_at_moments_are_those_of_each_moment(ledger: Ledger) -> None:
+    for number, (began, ended) in enumerate([(5, 9), (0, 3), (7, 30), (2, 4)]):
+        intend(ledger, f"m{number}", price=3_600_000_000)
+        ledger.launched(f"m{number}", T0 + began)
+        ledger.ended(f"m{number}", T0 + ended)
+    intend(ledger, "never")
+    moments = [T0 + each for each in (0, 1, 2.5, 4, 6, 8, 12, 40)]
+    spending = ledger.spending()
+    assert spending.totals_micro_usd(moments) == [spending.total_micro_usd(each) for each in moments]
+    assert spending.totals_micro_usd(moments)[-1] == (4 + 3 + 23 + 2) * 1_000_000
+
+
+def test_the_ledger_in_one_file_is_a_whole_copy(ledger: Ledger, tmp_path: Path) -> None:
+    intend(ledger, "a")
+    ledger.launched("a", T0)
+    path = tmp_path / "copy" / "ledger.sqlite"
+    path.parent.mkdir()
+    path.write_bytes(in_one_file(tmp_path / "ledger.sqlite"))
+    copy = Ledger(path, read_only=True)
+    try:
+        assert copy.machines(T0 + 5) == ledger.machines(T0 + 5)
+    finally:
+        copy.close()
+    assert sorted(each.name for each in path.parent.iterdir()) == ["ledger.sqlite"]
 
 
 def test_a_failed_launch_that_turns_up_is_billed_until_it_ends(ledger: Ledger) -> None:

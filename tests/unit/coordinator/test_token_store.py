@@ -383,3 +383,47 @@ def test_a_large_step_takes_no_memory_before_its_tokens_arrive():
 def resident_bytes() -> int:
     psutil = pytest.importorskip("psutil")
     return int(psutil.Process().memory_info().rss)
+
+
+@pytest.mark.parametrize("limits", [[10, 10, 10], [10, 0, 10, 10], [10, 10, 10, 2**31], [10] * 5])
+def test_limits_that_make_no_sense_are_refused(limits: list[int]) -> None:
+    with pytest.raises(ValueError, match="limits of step 3"):
+        TokenStore().open_step(3, range(100, 104), limits, (STOP,))
+
+
+@pytest.mark.parametrize("limits", [[0], [5, 2**31]])
+def test_limits_of_further_responses_are_checked_likewise(limits: list[int]) -> None:
+    with pytest.raises(ValueError, match="limits of further responses of step 3"):
+        make_store().extend(limits)
+
+
+def test_an_extended_store_goes_on_with_the_first_and_takes_the_further_responses() -> None:
+    store = make_store(2, max_tokens=3)
+    store.assign(1, 100, "a")
+    store.accept(make_frame((1, 0, [5])))
+    store.extend([2, 4])
+    store.check()
+    assert ids(store, 100) == [5]
+    store.accept(make_frame((1, 1, [6, 6, 6])))
+    assert ids(store, 100) == [5, 6, 6], "its own limit is 3"
+    for assignment, response, most in ((2, 102, 2), (3, 103, 4)):
+        assert store.holds_response(response)
+        store.assign(assignment, response, "b")
+        store.accept(make_frame((assignment, 0, [8, 9, 8, 9, 8])))
+        assert ids(store, response) == [8, 9, 8, 9][:most]
+    assert not store.holds_response(104)
+    store.check()
+
+
+def test_it_holds_a_response_that_is_complete_with_as_many_tokens_for_that_reason() -> None:
+    store = make_store(3, max_tokens=2)
+    for assignment, response, tokens in ((1, 100, [5, 6]), (2, 101, [5, STOP]), (3, 102, [5])):
+        store.assign(assignment, response, "a")
+        store.accept(make_frame((assignment, 0, tokens)))
+    stop, length = FinishReason.STOP, FinishReason.LENGTH
+    assert store.holds(100, 2, length)
+    assert not store.holds(100, 2, stop)
+    assert not store.holds(100, 1, length)
+    assert store.holds(101, 2, stop)
+    assert store.holds(101, 2, length), "an engine may say either of a stop token at the limit"
+    assert not store.holds(102, 1, stop), "it is not complete"

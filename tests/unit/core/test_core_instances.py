@@ -178,9 +178,10 @@ def test_a_refusal_is_tried_again_and_three_in_a_row_end_it(new_run) -> None:
 
     assert refuse() == []
     assert refuse() == [], "the same refusal twice counts once"
+    assert run.until(0.9) == []
     assert LoadVersion("a", 1, 0) in run.until(1.0)
     refuse()
-    assert run.until(2.5) == []
+    assert run.until(2.9) == []
     assert LoadVersion("a", 1, 0) in run.until(3.0)
     assert refuse() == [Evict("a", 1, LossCause.HUNG)]
 

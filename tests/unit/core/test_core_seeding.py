@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from rlboost_runtime.core.base.messages import (
@@ -15,6 +17,7 @@ from rlboost_runtime.core.window.seeding_window import (
     StepObservation,
     SurplusWatch,
     desired_machines,
+    instances_to_keep_up,
     useful_instances,
 )
 from rlboost_runtime.sim.baselines.windows import Algorithm1Window
@@ -48,6 +51,13 @@ def test_after_churn_the_window_jumps_to_the_remembered_one() -> None:
     assert seeding.memory == {1: 20.0, 3: 5.0}, "a step with churn is not remembered"
     seeding.learn(seen(1.5, 2, wait=3.0, remote_wait=0.0))
     assert seeding.t_seed_s == 21.0, "nothing is remembered for two"
+
+
+def test_where_steps_overlap_the_fleets_own_time_counts() -> None:
+    alone = seen(2.0, 2, wait=0.0, remote_wait=0.0)
+    assert instances_to_keep_up(alone, 10.0, 4) == (60.0 * 2.0 + 10.0 * 4) / 40.0
+    beside = replace(alone, t_fleet=30.0)
+    assert instances_to_keep_up(beside, 10.0, 4) == (30.0 * 2.0 + 10.0 * 4) / 40.0
 
 
 def test_the_window_never_falls_below_zero() -> None:
