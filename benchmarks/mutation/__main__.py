@@ -37,7 +37,7 @@ TESTS = tuple(
     f"tests/{name}"
     for name in (
         *("unit/core", "unit/billing", "unit/coordinator", "unit/protocol", "unit/sim", "unit/audit"),
-        *("property", "integration/protocol", "integration/coordinator"),
+        *("property", "integration/protocol"),
     )
 )
 SLOW_S = 0.5
@@ -92,13 +92,14 @@ def _copy(folder: Path) -> None:
     with tarfile.open(packed) as archive:
         archive.extractall(folder, filter="data")
     packed.unlink()
+    others = [path.name for path in folder.iterdir() if path.name not in ("runtime", "tests")]
     (folder / "runtime").rename(folder / "src")
     pyproject = folder / "pyproject.toml"
     only = [f"src/rlboost_runtime/{path}*" for paths in MUTATED.values() for path in paths]
     settings = {
         "source_paths": ["src"],
         "only_mutate": only,
-        "also_copy": ["providers", "templates", "rlboost_cli", "benchmarks"],
+        "also_copy": sorted(others),
         "pytest_add_cli_args": ["-p", "no:cacheprovider", "-o", "timeout=60"],
         "pytest_add_cli_args_test_selection": list(TESTS),
     }
