@@ -100,7 +100,7 @@ def _copy(folder: Path) -> None:
         "source_paths": ["src"],
         "only_mutate": only,
         "also_copy": sorted(others),
-        "pytest_add_cli_args": ["-p", "no:cacheprovider", "-o", "timeout=60"],
+        "pytest_add_cli_args": ["-p", "no:cacheprovider", "-o", "timeout=300"],
         "pytest_add_cli_args_test_selection": list(TESTS),
     }
     text = pyproject.read_text().replace('pythonpath = [".", "runtime"', 'pythonpath = [".", "src"')
