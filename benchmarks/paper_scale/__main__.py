@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +72,15 @@ class Options:
 
     def market(self) -> Trace:
         """Return the part of the trace that the run lives through."""
-        whole = sample_nodes(open_trace(self.trace, home() / "traces"), NODE_SHARE, SAMPLE_SEED)
+        whole = _half_of(self.trace)
         start_s = 60.0 * self.start_minutes
         return whole.window(start_s, min(whole.duration_s, start_s + 60.0 * self.minutes + 3600.0))
+
+
+@cache
+def _half_of(trace: str) -> Trace:
+    """Return the sample of a trace, read once: the run has a home of its own, without the traces."""
+    return sample_nodes(open_trace(trace, home() / "traces"), NODE_SHARE, SAMPLE_SEED)
 
 
 def write_job(folder: Path, name: str, scenario: Scenario, market: Trace | None) -> Path:

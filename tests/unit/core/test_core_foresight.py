@@ -186,6 +186,16 @@ def test_a_hand_over_that_takes_its_time_is_no_part_of_what_a_token_costs() -> N
     assert length_s == pytest.approx(best_s, rel=0.05, abs=LOOK_SLACK_S)
 
 
+def test_a_lead_makes_the_window_longer_by_what_all_engines_do_in_it() -> None:
+    plain, best_s = lived(taught(), 2, 2)
+    seeding = taught()
+    seeding.lead_s = 60.0
+    length_s, _ = lived(seeding, 2, 2)
+    more_s = 60.0 / (1.0 + RESERVED / 2)
+    assert length_s == pytest.approx(best_s + more_s, rel=0.10, abs=LOOK_SLACK_S)
+    assert length_s > plain + more_s / 2
+
+
 def test_where_waking_costs_more_than_it_helps_there_is_no_window() -> None:
     seeding = replace(taught(), has_gate=True)
     seeding.woken(60.0)

@@ -12,6 +12,7 @@ from rlboost_runtime.core.base.messages import (
     Reconnected,
     StepTrained,
 )
+from rlboost_runtime.core.window.predicted import MOST_LEAD_SHARE, WAIT_SHARE, PredictedWindow
 from rlboost_runtime.core.window.seeding_window import (
     CountMeter,
     StepObservation,
@@ -58,6 +59,23 @@ def test_where_steps_overlap_the_fleets_own_time_counts() -> None:
     assert instances_to_keep_up(alone, 10.0, 4) == (60.0 * 2.0 + 10.0 * 4) / 40.0
     beside = replace(alone, t_fleet=30.0)
     assert instances_to_keep_up(beside, 10.0, 4) == (30.0 * 2.0 + 10.0 * 4) / 40.0
+
+
+def test_where_steps_overlap_each_wait_of_the_trainer_adds_to_the_lead() -> None:
+    window = PredictedWindow(10.0, 4)
+    alone = seen(2.0, 2, wait=10.0, remote_wait=0.0, train=40.0)
+    window.learn(alone)
+    assert window.lead_s == 0.0, "else engines would be idle for it"
+    beside = replace(alone, t_fleet=30.0)
+    window.learn(beside)
+    assert window.lead_s == 10.0 - WAIT_SHARE * 40.0
+    window.learn(replace(beside, t_train_wait=500.0))
+    assert window.lead_s == MOST_LEAD_SHARE * 40.0
+    window.learn(replace(beside, t_train_wait=0.0))
+    assert window.lead_s == MOST_LEAD_SHARE * 40.0 - WAIT_SHARE * 40.0
+    for _ in range(100):
+        window.learn(replace(beside, t_train_wait=0.0))
+    assert window.lead_s == 0.0
 
 
 def test_the_window_never_falls_below_zero() -> None:

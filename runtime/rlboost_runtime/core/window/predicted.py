@@ -29,6 +29,10 @@ So where waking and sleeping take more than `DEAR_SHARE` of a step, and doing wi
 much worse, one step tries it, for each number of spot instances; from then on the faster way is taken, by
 the seconds per token that steps of both kinds took.
 
+Where steps overlap, engines go on with the next step: a longer window costs them nothing, while a trainer
+that waits holds GPUs which they could use. There the rollout is to be through before the trainer, by a lead
+that grows with each wait of the trainer, less `WAIT_SHARE` of the training time, until the waits are gone.
+
 Until a step has taught the rates the window is the job's initial one; one that outlasts a whole rollout
 teaches nothing and is cut to half of it. N_prem is the paper's.
 """
@@ -76,6 +80,10 @@ DEAR_SHARE = 0.05
 """Of a step: waking and sleeping that take more are worth a trial without."""
 TRY_SHARE = 1.2
 """A step is tried without a window if it should take at most so many times what it takes with one."""
+WAIT_SHARE = 0.03
+"""Of training: what a trainer waits for in any case, its first and its last micro-batch."""
+MOST_LEAD_SHARE = 0.5
+"""Of training: the longest lead."""
 STARVED_SHARE = 0.02
 """A trainer that waited longer than this share of its training time was waiting for the last responses."""
 
@@ -84,7 +92,7 @@ _HANDED_ON = (
     *("start_s", "wake_s", "sleep_s", "handover_s", "finish_s"),
 )
 """Fields that the next run begins with. What steps took with a window and without is not among them: it
-belongs to the fleets that there were."""
+belongs to the fleets that there were. Nor is the lead, to the overlap of that run's steps."""
 
 
 @dataclass(slots=True)
@@ -112,6 +120,8 @@ class PredictedWindow(SeedingWindow):
     """From then until the trainer can train, as it reports."""
     finish_s: float = 0.0
     """From the last response to the end of the step, where the trainer waited for it."""
+    lead_s: float = 0.0
+    """How long before the trainer the rollout is to be through; 0 where steps do not overlap."""
     _with_window: dict[int, float] = field(default_factory=dict)
     """Seconds per token of steps with so many spot instances from begin to end."""
     _without: dict[int, float] = field(default_factory=dict)
@@ -161,7 +171,7 @@ class PredictedWindow(SeedingWindow):
             return look_at
         left, total, made = self._tokens(book)
         alone_s = self._alone_s(n, left, self._present_pace(window, made) or tokens_per_s)
-        excess_s = alone_s - total * self.train_s_per_token - self.handover_s
+        excess_s = alone_s + self.lead_s - total * self.train_s_per_token - self.handover_s
         rest_s = max(0.0, excess_s) / (1.0 + self.num_reserved / n)
         if window.now == window.opened_at and not self._closings:
             self.skips_window = self.has_gate and (
@@ -190,6 +200,9 @@ class PredictedWindow(SeedingWindow):
         if seen.t_train > 0:
             window_s = min(self.t_seed_s, seen.t_remote)
             self.n_prem = instances_to_keep_up(seen, window_s, self.num_reserved)
+        if seen.t_fleet is not None:
+            lead_s = self.lead_s + seen.t_train_wait - WAIT_SHARE * seen.t_train
+            self.lead_s = min(max(0.0, lead_s), MOST_LEAD_SHARE * seen.t_train)
         if self._closings != 1 or self._closed_at is None:
             return  # no window at all, or several: the rates of such a step are not those of a plain one
         self._compare(seen)
