@@ -310,6 +310,10 @@ soak-guided-fuzz: $(DEV) ## SECONDS=600 of fuzzing guided by coverage (atheris):
 	@$(INSTALL) -q "atheris==3.0.0"
 	@$(BIN)/python -m benchmarks.fuzz.guided --seconds $(or $(SECONDS),600) --seed $(or $(SEED),1) $(ARGS)
 
+.PHONY: soak-ettr
+soak-ettr: $(DEV) ## useful over wall time with failures in 0 to 20 % of STEPS=40 steps (MODE=live: 4 h, or simulated: 15 min)
+	@$(BIN)/python -m benchmarks.ettr $(or $(MODE),live) --steps $(or $(STEPS),40) --out $(or $(OUT),build/ettr.jsonl)
+
 .PHONY: soak-mutation
 soak-mutation: $(DEV) ## a sample of SAMPLE=1000 mutants of core, ledger, wire and journal against their tests (2 h; may be stopped)
 	@$(INSTALL) -q "mutmut==3.8.1"

@@ -40,6 +40,7 @@ SHORT_BY = 75.0 / 408.0
 def main() -> int:
     """Run what is not in the file yet."""
     options = _options()
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # a run that is going on is ended
     known = (
         [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
