@@ -17,6 +17,7 @@ PYTHON ?= python3
 VENV ?= .venv
 ROUNDS ?= 5
 LEARNING_OUT ?= build/learning
+APT_INSTALL := apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/uv pip install --python $(BIN)/python
 # a terminal sees uv's progress; a log is spared the list of packages
@@ -109,22 +110,19 @@ bytecode: $(DEV) # tests start thousands of processes, which would compile us ea
 sshd:
 	@command -v sshd > /dev/null || test -x /usr/sbin/sshd || { \
 		echo "installing OpenSSH's server, for tests on loopback"; \
-		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
-			openssh-server openssh-client > /dev/null; }
+		$(APT_INSTALL) openssh-server openssh-client > /dev/null; }
 
 .PHONY: bubblewrap
 bubblewrap:
 	@[ "$$(uname -s)" != "Linux" ] || command -v bwrap > /dev/null || { \
 		echo "installing bubblewrap, the sandbox of reward functions"; \
-		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
-			bubblewrap > /dev/null; }
+		$(APT_INSTALL) bubblewrap > /dev/null; }
 
 .PHONY: spin
 spin:
 	@[ "$$(uname -s)" != "Linux" ] || { command -v spin && command -v gcc; } > /dev/null || { \
 		echo "installing SPIN, which checks tests/models"; \
-		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
-			spin gcc libc6-dev > /dev/null; }
+		$(APT_INSTALL) spin gcc libc6-dev > /dev/null; }
 
 .PHONY: test
 test: $(DEV) bytecode sshd bubblewrap spin ## unit, property and integration tests
@@ -139,16 +137,14 @@ test-vllm: $(DEV) bytecode $(VLLM) ## the engine tests on a real vLLM; none may 
 chromium:
 	@command -v chromium > /dev/null || { \
 		echo "installing Chromium, for tests of the page (once, some minutes)"; \
-		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
-			chromium > /dev/null; }
+		$(APT_INSTALL) chromium > /dev/null; }
 
 AXE := build/axe/package/axe.min.js
 AXE_SHA512 := 1477dafa598d8d065f273d6af302aa203c02e83131707b7fa648cd41bd3d6b734f8c22a0dab86ee6a6f64b8afbe804b214d36db85a2826965edfb3a0b9d546b5
 $(AXE):
 	@command -v npm > /dev/null || { \
 		echo "installing npm, which brings axe-core (the page's accessibility checks)"; \
-		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
-			npm > /dev/null; }
+		$(APT_INSTALL) npm > /dev/null; }
 	@mkdir -p build/axe && cd build/axe && npm pack --silent axe-core@4.14.1 > /dev/null && \
 		echo "$(AXE_SHA512)  axe-core-4.14.1.tgz" | sha512sum --quiet -c && tar -xzf axe-core-4.14.1.tgz && \
 		touch package/axe.min.js
@@ -169,7 +165,7 @@ cloudlab: $(DEV) ## tools, machine image and SkyPilot for e2e (root, Linux; once
 		command -v $$tool > /dev/null || missing=1; done; \
 	[ -z "$$missing" ] || { \
 		echo "installing what the lab's machines need (OpenSSH, iproute2, rsync, sudo, netcat, curl, Python 3.11)"; \
-		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+		$(APT_INSTALL) \
 			openssh-server openssh-client iproute2 util-linux rsync sudo netcat-openbsd lsof curl python3.11 \
 			> /dev/null; }
 	@PYTHONPATH=tests/cloud $(BIN)/python -W ignore -m cloudlab.prepare
