@@ -5,9 +5,10 @@
 
 mutmut works on a copy of the last commit in `--folder`; called again with the same folder, it continues.
 A sample is drawn evenly from all mutants. Each is judged by the tests of `TESTS` that reach its function and
-take at most `SLOW_S`; where there is none, by the quickest that reach it. What only other tests notice counts
-as a survivor. One that differs in a text alone, such as a message or the case of SQL, is counted apart. The
-last line is one JSON object with the score and the survivors.
+take at most `QUICK_S`; if they do not notice it, by those that take at most `SLOW_S`; where there is none, by
+the quickest that reach it. What only other tests notice counts as a survivor. One that differs in a text
+alone, such as a message or the case of SQL, is counted apart. The last line is one JSON object with the score
+and the survivors.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ TESTS = tuple(
         *("property", "integration/protocol"),
     )
 )
-SLOW_S = 0.5
+QUICK_S, SLOW_S = 0.5, 6.0
 QUICKEST = 3
 """So many tests judge a function that only slower ones reach."""
 NO_MUTANT = "none*"
@@ -68,15 +69,14 @@ def main() -> int:
         _ready(folder).touch()
     names = sorted(_verdicts(folder))
     sample = random.Random(options.seed).sample(names, min(options.sample, len(names)))
-    began = time.monotonic()
-    while left := [name for name in sample if _verdicts(folder)[name] is None]:
-        print(
-            f"{len(sample) - len(left)} of {len(sample)} mutants, {time.monotonic() - began:.0f} s",
-            flush=True,
-        )
-        _mutmut(folder, "run", "--max-children", str(options.processes), *left[:BATCH])
-        if all(_verdicts(folder)[name] is None for name in left[:BATCH]):
-            raise SystemExit(f"mutmut judged none of its mutants; see {_log(folder)}")
+    _judge(folder, sample, options.processes)
+    if not _looked_twice(folder).exists():
+        survivors = [name for name in sample if _verdict(_verdicts(folder)[name]) != KILLED]
+        print(f"{len(survivors)} survivors, with slower tests", flush=True)
+        _judge_by(folder, SLOW_S)
+        _forget(folder, survivors)
+        _looked_twice(folder).touch()
+    _judge(folder, sample, options.processes)
     result = {"commit": commit(), "seed": options.seed, "mutants": len(names), **_result(folder, sample)}
     if options.out is not None:
         options.out.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
@@ -112,14 +112,40 @@ def _prepare(folder: Path) -> None:
     """Let mutmut make the mutants and see which tests reach which function; leave out the slow tests."""
     print("making the mutants; running the tests once", flush=True)
     _mutmut(folder, "run", "--max-children", "1", NO_MUTANT)
-    path = folder / "mutants" / "mutmut-stats.json"
-    stats = json.loads(path.read_text())
+    stats = json.loads(_stats(folder).read_text())
+    _reached(folder).write_text(json.dumps(stats["tests_by_mangled_function_name"]))
+    _judge_by(folder, QUICK_S)
+
+
+def _judge_by(folder: Path, most_s: float) -> None:
+    """Judge from now on by tests that take at most so long; where none does, by the quickest."""
+    stats = json.loads(_stats(folder).read_text())
     seconds = stats["duration_by_test"]
-    reached = stats["tests_by_mangled_function_name"]
+    reached = json.loads(_reached(folder).read_text())
     for name, tests in reached.items():
-        quick = [test for test in tests if seconds.get(test, 0.0) <= SLOW_S]
+        quick = [test for test in tests if seconds.get(test, 0.0) <= most_s]
         reached[name] = quick or sorted(tests, key=lambda test: seconds.get(test, 0.0))[:QUICKEST]
-    path.write_text(json.dumps(stats))
+    _stats(folder).write_text(json.dumps(stats | {"tests_by_mangled_function_name": reached}))
+
+
+def _judge(folder: Path, sample: list[str], processes: int) -> None:
+    """Let mutmut run the mutants of the sample that have no verdict."""
+    began = time.monotonic()
+    while left := [name for name in sample if _verdicts(folder)[name] is None]:
+        done, seconds = len(sample) - len(left), time.monotonic() - began
+        print(f"{done} of {len(sample)} mutants, {seconds:.0f} s", flush=True)
+        _mutmut(folder, "run", "--max-children", str(processes), *left[:BATCH])
+        if all(_verdicts(folder)[name] is None for name in left[:BATCH]):
+            raise SystemExit(f"mutmut judged none of its mutants; see {_log(folder)}")
+
+
+def _forget(folder: Path, names: list[str]) -> None:
+    """Take the verdicts of these mutants back."""
+    for path in _metas(folder):
+        meta = json.loads(path.read_text())
+        codes = meta["exit_code_by_key"]
+        meta["exit_code_by_key"] = codes | dict.fromkeys(codes.keys() & set(names))
+        path.write_text(json.dumps(meta))
 
 
 def _mutmut(folder: Path, *arguments: str) -> None:
@@ -134,14 +160,34 @@ def _ready(folder: Path) -> Path:
     return folder / "ready"
 
 
+def _looked_twice(folder: Path) -> Path:
+    """Return the file that says that survivors are being judged by slower tests."""
+    return folder / "looked_twice"
+
+
+def _reached(folder: Path) -> Path:
+    """Return the file of all tests that reach a function."""
+    return folder / "reached.json"
+
+
+def _stats(folder: Path) -> Path:
+    """Return the file from which mutmut takes the tests that judge a function."""
+    return folder / "mutants" / "mutmut-stats.json"
+
+
 def _log(folder: Path) -> Path:
     return folder / "mutmut.log"
+
+
+def _metas(folder: Path) -> list[Path]:
+    """Return mutmut's files of verdicts."""
+    return sorted(folder.glob("mutants/src/**/*.meta"))
 
 
 def _verdicts(folder: Path) -> dict[str, int | None]:
     """Return mutmut's exit code of each mutant; None before it was run."""
     verdicts: dict[str, int | None] = {}
-    for path in sorted(folder.glob("mutants/src/**/*.meta")):
+    for path in _metas(folder):
         verdicts |= json.loads(path.read_text())["exit_code_by_key"]
     return verdicts
 

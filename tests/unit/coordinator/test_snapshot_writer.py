@@ -123,6 +123,12 @@ def test_a_log_of_many_blocks_is_checked_whole(tmp_path: Path, size: int) -> Non
     assert read_snapshot(path, "code", log)[0] == "state", "what comes after it does not matter"
 
 
+def test_a_snapshot_of_the_whole_log_is_fit(tmp_path: Path) -> None:
+    path, log = written(tmp_path)
+    log.write_bytes(b"first\n")
+    assert read_snapshot(path, "code", log)[0] == {"a": 1}
+
+
 def test_what_does_not_belong_to_it_makes_a_snapshot_unfit(tmp_path: Path) -> None:
     path, log = written(tmp_path)
     with pytest.raises(UnfitSnapshot, match="another version"):

@@ -86,3 +86,11 @@ def test_a_step_that_is_not_kept_is_forgotten(stores: StepStores) -> None:
     assert stores.accept(frame(0, [(0, 0, [1]), (2, 0, [3])])).num_dropped == 1
     stores.keep(())
     assert stores.accept(frame(1, [(2, 1, [3])])).num_dropped == 1
+
+
+def test_a_complete_response_is_found_in_its_step(stores: StepStores) -> None:
+    stores.accept(frame(0, [(1, 0, [1, STOP]), (2, 0, [1, 2, 3, 4, 5, 6])]))
+    assert stores.holds(11, 2, FinishReason.STOP)
+    assert not stores.holds(11, 3, FinishReason.STOP)
+    assert stores.holds(12, 6, FinishReason.LENGTH)
+    assert not stores.holds(10, 0, FinishReason.STOP)

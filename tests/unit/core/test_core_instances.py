@@ -313,6 +313,9 @@ def test_a_run_that_ends_takes_everything_back(new_run) -> None:
     assert [type(c) for c in commands] == [Abort, Abort, TerminateMachine]
     for response in (0, 1):
         assert run.release(response) == [], "no new work"
+    duplicates = run.core.counters.duplicates
+    assert run.send(RunEnding(1.0, "done")) == []
+    assert run.core.counters.duplicates == duplicates + 1
     assert run.step(1) == []
 
 
