@@ -72,6 +72,11 @@ def temporary_folder(run: Path) -> Path:
     return link.readlink()
 
 
+def temporary_folders() -> list[Path]:
+    """Return the folders of this process's run and of others beside it; none where it is of no run."""
+    return sorted(Path(tempfile.gettempdir()).parent.glob(f"{_TEMPORARY}*"))
+
+
 def delete_temporary_folder(run: Path) -> None:
     """Delete the temporary files of the run's processes, which must have ended."""
     link = _temporary_link(run)

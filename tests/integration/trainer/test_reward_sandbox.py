@@ -6,6 +6,7 @@ import shutil
 import signal
 import socket
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -155,3 +156,20 @@ def test_doctor_says_which(tmp_path):
     assert judge_sandbox(job, "").found == "reward functions run in bubblewrap, without a network"
     assert judge_sandbox(job, "bubblewrap is not installed").verdict is Verdict.WARN
     assert json.loads(job.canonical_json())["reward_sandbox"] == "auto"
+
+
+def test_temporary_files_of_runs_are_hidden_wherever_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sandboxes, "_HIDDEN", ())  # as if the test's folder were not in /tmp
+    for name in ("rlboost-this", "rlboost-other", "mine"):
+        (tmp_path / "scratch" / name).mkdir(parents=True)
+        (tmp_path / "scratch" / name / "secret").write_text("abc")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch" / "rlboost-this"))
+    found = {
+        name: ask(tmp_path, Sandbox("required"), "read", str(tmp_path / "scratch" / name / "secret")).failure
+        for name in ("rlboost-this", "rlboost-other", "mine")
+    }
+    assert found["mine"] is None
+    assert found["rlboost-this"] is not None
+    assert found["rlboost-other"] is not None

@@ -1,9 +1,10 @@
 """The sandbox of a reward's process: namespaces that bubblewrap (`bwrap`) makes, where the machine has it.
 
 Inside, a user's function sees the system's files, Python's packages, the files that the job names, the cached
-models and data sets of the Hub, and nothing of the home folders, of runs or of /tmp; it can write to an empty
-/tmp of its own alone; it sees no other process; it has no network unless the job gives it one; and of the
-trainer's environment it has what `_KEPT` lists and the job's own variables. The kernel keeps these rules.
+models and data sets of the Hub, and nothing of the home folders, of runs, their temporary files or /tmp;
+it can write to an empty /tmp of its own alone; it sees no other process; it has no network unless the job
+gives it one; and of the trainer's environment it has what `_KEPT` lists and the job's own variables. The
+kernel keeps these rules.
 
 It does not protect the CPU or the GPU from being used up.
 """
@@ -25,6 +26,7 @@ from typing import Literal
 from rlboost_providers.base.traits import known_clouds
 from rlboost_runtime.errors import ConfigError
 from rlboost_runtime.job import Job
+from rlboost_runtime.processes import temporary_folders
 from rlboost_runtime.run import folder as run_folder
 
 Mode = Literal["auto", "required", "off"]
@@ -121,7 +123,7 @@ def _mounts(files: Path, program: str, folders: Iterable[str]) -> Iterator[str]:
     yield from ("--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc")
     for device in sorted(Path("/dev").glob("nvidia*")):
         yield from ("--dev-bind", str(device), str(device))
-    hidden = _outermost(Path(each) for each in (*_HIDDEN, Path.home(), run_folder.home()))
+    hidden = _outermost([*map(Path, _HIDDEN), Path.home(), run_folder.home(), *temporary_folders()])
     for each in hidden:
         yield from ("--size", str(_SCRATCH_BYTES), "--tmpfs", str(each))
     for each in _outermost([*_needed(files), *_needed_by(program), *map(Path, folders)]):
