@@ -77,7 +77,12 @@ def main() -> int:
         _forget(folder, survivors)
         _looked_twice(folder).touch()
     _judge(folder, sample, options.processes)
-    result = {"commit": commit(), "seed": options.seed, "mutants": len(names), **_result(folder, sample)}
+    result = {
+        "commit": _commit(folder).read_text(),
+        "seed": options.seed,
+        "mutants": len(names),
+        **_result(folder, sample),
+    }
     if options.out is not None:
         options.out.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
     print(json.dumps(result, ensure_ascii=False))
@@ -92,6 +97,7 @@ def _copy(folder: Path) -> None:
     with tarfile.open(packed) as archive:
         archive.extractall(folder, filter="data")
     packed.unlink()
+    _commit(folder).write_text(commit())
     others = [path.name for path in folder.iterdir() if path.name not in ("runtime", "tests")]
     (folder / "runtime").rename(folder / "src")
     pyproject = folder / "pyproject.toml"
@@ -163,6 +169,11 @@ def _ready(folder: Path) -> Path:
 def _looked_twice(folder: Path) -> Path:
     """Return the file that says that survivors are being judged by slower tests."""
     return folder / "looked_twice"
+
+
+def _commit(folder: Path) -> Path:
+    """Return the file that names the commit whose mutants are there."""
+    return folder / "commit"
 
 
 def _reached(folder: Path) -> Path:
