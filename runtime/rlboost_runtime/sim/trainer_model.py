@@ -254,7 +254,7 @@ class SimTrainer:
         if not self._host.is_step_open(step.number):
             for each in self._former:  # the core closes those too
                 each.carried = each.carried or store.tokens_of(each.responses) or list(each.lengths.tokens)
-            step.requests = store.open_step(step.lengths, carried=step.carried)
+            step.requests, step.carried = store.open_step(step.lengths, carried=step.carried), None
         return self._former.popleft()
 
     def _later(self, seconds: float, action: Callable[[], None]) -> None:
