@@ -88,6 +88,7 @@ async def test_a_wrong_token_is_final(run: RunFolder) -> None:
                 f"https://127.0.0.1:{port}/", "wrong", run.certificate.read_text(), timeout_s=5
             )
     assert "wrong" not in str(caught.value)
+    assert "of the same run" in caught.value.remedy
 
 
 async def test_a_busy_server_may_be_asked_again(run: RunFolder) -> None:
@@ -102,10 +103,11 @@ async def test_another_certificate_never_sees_the_token(run: RunFolder, tmp_path
     other = RunFolder(tmp_path / "other")
     security.create_secrets(other)
     async with echo_server(other) as port:
-        with pytest.raises(ProtocolError, match="certificate"):
+        with pytest.raises(ProtocolError, match="certificate") as caught:
             await transport.connect(
                 f"https://127.0.0.1:{port}/", "right", run.certificate.read_text(), timeout_s=5
             )
+    assert "this run's head" in caught.value.remedy
 
 
 async def test_nobody_there_is_a_connection_error(run: RunFolder) -> None:
@@ -134,7 +136,7 @@ async def test_a_silent_server_is_given_up_at_the_deadline(run: RunFolder) -> No
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1/", "ws://127.0.0.1:1/", "127.0.0.1:1", ""])
 async def test_plain_text_urls_are_refused(run: RunFolder, url: str) -> None:
-    with pytest.raises(ProtocolError, match="cannot dial"):
+    with pytest.raises(ProtocolError, match=f"cannot dial '{url}'"):
         await transport.connect(url, "right", run.certificate.read_text(), timeout_s=1)
 
 

@@ -88,6 +88,7 @@ class Peer:
     wires: deque[Wire]
     repeats: Iterable[wire.Message] = ()
     received: list[wire.Message] = field(default_factory=list)
+    welcomes: list[wire.TrainerWelcome] = field(default_factory=list)
     num_sent: int = 0
     num_lost: int = 0
     clock: PlayedClock = field(default_factory=PlayedClock)
@@ -100,8 +101,12 @@ class Peer:
         def lost() -> None:
             self.num_lost += 1
 
+        def welcomed(welcome: wire.TrainerWelcome) -> Iterable[wire.Message]:
+            self.welcomes.append(welcome)
+            return self.repeats
+
         conversation = Conversation(
-            wire.TrainerWelcome, wire.trainer_command_decoder, lambda: HELLO, lambda _: self.repeats,
+            wire.TrainerWelcome, wire.trainer_command_decoder, lambda: HELLO, welcomed,
             self.received.append, sent, lost,
         )  # fmt: skip
         return CoordinatorSession(self._dial, conversation, self.clock, **limits)
@@ -143,6 +148,7 @@ async def test_hello_then_what_is_repeated_then_what_is_posted_in_order() -> Non
     assert await session.drain(5.0)
     assert decoded(one) == [HELLO, *(wire.Checkpointed(step) for step in (1, 2, 3, 4))]
     assert peer.num_sent == 4
+    assert peer.welcomes == [WELCOME]
     peer.clock.at += 7.0
     one.say(GRANT)
     await until(lambda: peer.received == [GRANT])
