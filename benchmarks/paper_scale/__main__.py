@@ -160,7 +160,7 @@ def report(options: Options, run: RunFolder, watched: Watched) -> dict[str, Any]
         "machine": f"{os.cpu_count()} cores, load {os.getloadavg()[1]:.1f}, nice {os.nice(0)}",
         "minutes": options.minutes,
         "responses_per_step": options.scenario.preset.workload.responses,
-        "steps": 10_000,
+        "steps": steps,
         "step_s_lived_over_predicted": round(1.0 + mean_off, 4),
         "responses": audit["responses"],
         "audit_problems": audit["problems"][:20],
