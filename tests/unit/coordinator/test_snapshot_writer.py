@@ -123,6 +123,15 @@ def test_a_log_of_many_blocks_is_checked_whole(tmp_path: Path, size: int) -> Non
     assert read_snapshot(path, "code", log)[0] == "state", "what comes after it does not matter"
 
 
+def test_a_place_is_that_behind_all_lines_before_it() -> None:
+    lines = [b"first\n", b"second\n", b"third\n"]
+    place = LogPlace()
+    for line in lines:
+        place = place.after(line)
+    whole = b"".join(lines)
+    assert place == LogPlace(len(whole), len(lines), zlib.crc32(whole))
+
+
 def test_a_snapshot_of_the_whole_log_is_fit(tmp_path: Path) -> None:
     path, log = written(tmp_path)
     log.write_bytes(b"first\n")
