@@ -17,12 +17,12 @@ import os
 import signal
 import sys
 import tempfile
-from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from benchmarks.checkout import commit, python_path
-from benchmarks.ettr.failures import failures, restart_all_s, restore_s
+from benchmarks.ettr.failures import Failure, failures, restart_all_s, restore_s
 from benchmarks.ettr.live import Live
 from benchmarks.ettr.simulated import Measured, Simulated
 from benchmarks.paper_scale.scenario import Scenario
@@ -64,10 +64,10 @@ def main() -> int:
 
 def _simulated(name: str, share: float, options: argparse.Namespace) -> dict[str, Any]:
     preset = presets()[name]
-    base = _play(preset, 0.0, options, 0.0, 0.0)
+    base = _undisturbed(preset, options.steps, options.seed)
     step_s, back_s = base.seconds / options.steps, restore_s(preset)
-    found = base if not share else _play(preset, share, options, step_s, back_s)
     planned = failures(options.steps, share, options.seed)
+    found = _play(preset, planned, options, step_s, back_s) if planned else base
     return {
         **_row(found, options.steps),
         "step_s_without_failures": round(step_s, 1),
@@ -83,7 +83,7 @@ def _live(name: str, share: float, options: argparse.Namespace) -> dict[str, Any
     """Live: a run's own ETTR needs the run without failures, so the reader divides by that row."""
     back_s = SHORT_BY * restore_s(presets()[name])
     scenario = Scenario(name, options.seed, restore_s=back_s, **SHORT)
-    base = _play(scenario.preset, 0.0, options, 0.0, 0.0)
+    base = _undisturbed(scenario.preset, options.steps, options.seed)
     step_s = base.seconds / options.steps
     planned = failures(options.steps, share, options.seed)
     with tempfile.TemporaryDirectory(prefix="ettr-") as temporary:
@@ -97,7 +97,7 @@ def _live(name: str, share: float, options: argparse.Namespace) -> dict[str, Any
         job.mkdir()
         live = Live(f"ettr-{round(100 * share)}", scenario, planned, options.steps, step_s)
         found, problems = live.run(job)
-    same = base if not share else _play(scenario.preset, share, options, step_s, back_s)
+    same = _play(scenario.preset, planned, options, step_s, back_s) if planned else base
     return {
         **_row(found, options.steps),
         "problems": problems[:20],
@@ -108,13 +108,16 @@ def _live(name: str, share: float, options: argparse.Namespace) -> dict[str, Any
     }
 
 
+@cache
+def _undisturbed(preset: Preset, steps: int, seed: int) -> Measured:
+    """Simulate the run in which nothing fails, once for all shares."""
+    return Simulated(preset, [], steps, seed, step_s=0.0, restore_s=0.0).run()
+
+
 def _play(
-    preset: Preset, share: float, options: argparse.Namespace, step_s: float, back_s: float
+    preset: Preset, planned: list[Failure], options: argparse.Namespace, step_s: float, back_s: float
 ) -> Measured:
-    planned = failures(options.steps, share, options.seed)
-    return Simulated(
-        replace(preset), planned, options.steps, options.seed, step_s=step_s, restore_s=back_s
-    ).run()
+    return Simulated(preset, planned, options.steps, options.seed, step_s=step_s, restore_s=back_s).run()
 
 
 def _row(found: Measured, steps: int) -> dict[str, Any]:

@@ -123,7 +123,7 @@ def _serving() -> dict[str, Any]:
 
 def _faults(seed: int) -> dict[str, Any]:
     report = run_with_faults(seed, RLBOOST.name)
-    return {"commands": report.steps, "counters": report.kills, "digest": report.commands_digest}
+    return {"steps": report.steps, "kills": report.kills, "digest": report.commands_digest}
 
 
 CASES: dict[str, Callable[[], dict[str, Any]]] = {
