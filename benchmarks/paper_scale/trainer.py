@@ -1,8 +1,9 @@
 """The trainer of the run, as `trainer.script`: it takes the simulator's seconds and checks every token.
 
-It requests steps, trains whole groups while it holds the lease, answers recalls between micro-batches, and
-publishes small weights, all through `RolloutClient`. Of each step it notes a line in the run's folder: when
-it began, how long it took, the lengths that responses had, and what was wrong with them.
+It requests steps, trains whole groups while it holds the lease, takes the passes that need no group while it
+waits for groups, answers recalls between micro-batches, and publishes small weights, all through
+`RolloutClient`. Of each step it notes a line in the run's folder: when it began, how long it took, the
+lengths that responses had, and what was wrong with them.
 """
 
 from __future__ import annotations
@@ -19,8 +20,13 @@ import torch
 
 from benchmarks.paper_scale.scenario import PROBE, STEPS, Checks, Scenario
 from rlboost_runtime.engines.emulated import emulated_response
-from rlboost_runtime.protocol.messages import DeliverGroupMessage, Sampling, StepTrainedMessage
-from rlboost_runtime.sim.trainer_model import MAX_SHARE, train_s
+from rlboost_runtime.protocol.messages import (
+    DeliverGroupMessage,
+    DeliverResponseMessage,
+    Sampling,
+    StepTrainedMessage,
+)
+from rlboost_runtime.sim.trainer_model import MAX_SHARE, passes_s
 from rlboost_runtime.trainer.artifacts.publisher import VersionContent
 from rlboost_runtime.trainer.rollout.client import RolloutClient, prompt_specs
 from rlboost_runtime.weights.manifest import Probe
@@ -38,6 +44,8 @@ class Lived:
     problems: list[str] = field(default_factory=list)
     migrated: int = 0
     train_s: float = 0.0
+    had: set[tuple[int, int]] = field(default_factory=set)
+    """Group and place of the responses that have had the passes which need no group."""
 
 
 class ModelledTrainer:
@@ -49,6 +57,10 @@ class ModelledTrainer:
         self._preset = self._scenario.preset
         self._checks = Checks(self._scenario)
         self._notes = client.run.path / STEPS
+        self._early: dict[tuple[int, int], int] = {}
+        """Tokens by group and place of the open step's responses whose groups are not complete. Filled by the
+        stream's thread, item by item."""
+        client.stream.on_response(self._finished_early)
 
     def train(self) -> None:
         """Train until the run is ended; a trainer that is started again goes on from the last version."""
@@ -99,32 +111,55 @@ class ModelledTrainer:
         )  # fmt: skip
         self._client.report(StepTrainedMessage(step, waits.with_lease_s, busy_s, tokens, 0.0, line))
 
+    def _finished_early(self, early: DeliverResponseMessage) -> None:
+        self._early[early.group, early.place] = len(early.response.token_ids) // 4
+
     def _train(self, prompts: list[list[int]], lived: Lived) -> None:
         """Take micro-batches of the simulator's size, each for the simulator's seconds."""
         stream, workload = self._client.stream, self._preset.workload
         enough = self._preset.assumptions.micro_batch_responses
         most = max(enough, int(MAX_SHARE * workload.responses))
         left = workload.responses
-        ready: deque[list[int]] = deque()
+        ready: deque[tuple[int, int, bool]] = deque()
         while left:
-            if len(ready) < min(enough, left):
-                self._take(stream.next_groups(min(enough, left) - len(ready)), prompts, ready, lived)
+            if (wanted := min(enough, left) - len(ready)) > 0:
+                groups = stream.next_groups(wanted, or_once=lambda: len(self._early) >= enough)
+                self._take(groups, prompts, ready, lived)
+                if not groups:
+                    self._work_early(prompts, most, lived)
                 continue
             stream.hold_lease()
             self._take(stream.next_groups(0), prompts, ready, lived)
             batch = [ready.popleft() for _ in range(min(most, len(ready)))]
             left -= len(batch)
-            seconds = train_s(self._preset, [(prompt, tokens) for prompt, tokens in batch])
-            time.sleep(seconds)
-            lived.train_s += seconds
+            assumed = self._preset.assumptions
+            whole, early = assumed.forward_passes, assumed.early_passes
+            self._pass([(prompt, tokens, whole - had * early) for prompt, tokens, had in batch], lived)
             if left:
                 stream.answer_recall()
+        self._early.clear()
+
+    def _work_early(self, prompts: list[list[int]], most: int, lived: Lived) -> None:
+        """Take the passes that need no group for up to `most` responses."""
+        self._client.stream.hold_lease()
+        places = list(self._early)[:most]
+        lengths = {place: self._early.pop(place) for place in places}
+        lived.had.update(places)
+        passes = self._preset.assumptions.early_passes
+        self._pass([(len(prompts[group]), tokens, passes) for (group, _), tokens in lengths.items()], lived)
+        self._client.stream.answer_recall()
+
+    def _pass(self, passes: list[tuple[int, int, float]], lived: Lived) -> None:
+        """Take as long as the simulator says for (prompt tokens, response tokens, forward passes)."""
+        seconds = passes_s(self._preset, passes)
+        time.sleep(seconds)
+        lived.train_s += seconds
 
     def _take(
         self,
         groups: list[DeliverGroupMessage],
         prompts: list[list[int]],
-        ready: deque[list[int]],
+        ready: deque[tuple[int, int, bool]],
         lived: Lived,
     ) -> None:
         for group in groups:
@@ -137,7 +172,9 @@ class ModelledTrainer:
                 if problem := self._checks.problem(prompt, ids, len(response.logprobs) // 4):
                     lived.problems.append(f"group {group.group}, response {response.response}: {problem}")
             lived.lengths[group.group] = lengths
-            ready.extend(lengths)
+            for place, (prompt_tokens, tokens) in enumerate(lengths):
+                self._early.pop((group.group, place), None)
+                ready.append((prompt_tokens, tokens, (group.group, place) in lived.had))
 
     def _note(self, **values: Any) -> None:
         with self._notes.open("a") as file:

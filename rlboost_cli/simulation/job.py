@@ -191,6 +191,7 @@ def _preset(job: Job, model: ModelShape, machines: _Machines, head: float | None
         reserved_memory_share=share,
         micro_batch_responses=job.algorithm.micro_batch_responses,
         forward_passes=_forward_passes(job),
+        early_passes=float(job.algorithm.early_passes),
     )
     preset = Preset(
         name=job.name,

@@ -211,6 +211,8 @@ _TABLE: tuple[Metric, ...] = (
     Metric("effective_sample_share", _MISMATCH, "share", "Effective sample size of the importance weights.",
            "above 0.9", "As for mismatch_kl and lag_kl.", "high"),
     Metric("rollout_wait_s", _TIME, "s", "The trainer's wait while others held the GPUs."),
+    Metric("early_share", _TIME, "share",
+           "Responses whose reference or old logprobs were computed before their groups were complete."),
     Metric("train_wait_s", _TIME, "s", "Its wait while it held them: idle reserved GPUs.",
            "below half of step_s", "Larger fleet, shorter responses, or max_staleness: 1.", "low"),
     Metric("reward_wait_s", _TIME, "s", "Its wait for rewards.", "near 0",

@@ -337,6 +337,12 @@ class Algorithm(Model):
         return None if self.kl is None else self.kl.reference
 
     @property
+    def early_passes(self) -> int:
+        """Forward passes that a response may have before its group is complete: the reference's and that for
+        old logprobs. None where updates are in flight: there the trainer hardly waits for groups."""
+        return 0 if self.in_flight_updates else (self.kl is not None) + self.recomputes_old_logprobs
+
+    @property
     def recomputes_old_logprobs(self) -> bool:
         """Later mini-batches of a step need the trainer's own old logprobs."""
         wanted = self.old_logprobs

@@ -378,6 +378,9 @@ class StepStartedMessage(Message, frozen=True, omit_defaults=True, tag="StepRequ
     open_from: int | None = None
     """Earlier steps from this one on stay open, and their responses go first; None: none does. Only with
     `in_flight_updates`."""
+    wants_responses: bool = False
+    """The trainer has something to do with a response before its group is complete
+    (`DeliverResponseMessage`)."""
 
     def begins(self, other: StepStartedMessage) -> bool:
         """Return True if `other` requests the same, with the same prompts and perhaps more behind them."""
@@ -505,6 +508,16 @@ class DeliverGroupMessage(Message, frozen=True, omit_defaults=True):
     responses: tuple[FinishedResponse, ...]
 
 
+class DeliverResponseMessage(Message, frozen=True, omit_defaults=True):
+    """A finished response of a group that is not complete: the `place`-th of the group, from 0. It comes
+    again with its group, which alone counts: a damaged journal may have had it generated again."""
+
+    step: int
+    group: int
+    place: int
+    response: FinishedResponse
+
+
 class GrantLeaseMessage(Message, frozen=True, omit_defaults=True):
     """The GPU is the trainer's until it asks for the next step or answers a recall."""
 
@@ -533,7 +546,13 @@ TrainerMessage = (
     | RunFailed
 )
 TrainerCommand = (
-    TrainerWelcome | StepOpened | DeliverGroupMessage | GrantLeaseMessage | RecallLeaseMessage | Refused
+    TrainerWelcome
+    | StepOpened
+    | DeliverGroupMessage
+    | DeliverResponseMessage
+    | GrantLeaseMessage
+    | RecallLeaseMessage
+    | Refused
 )
 
 

@@ -110,6 +110,8 @@ class Switches:
     """Running responses give way to those of nearer groups."""
     fill_limit: bool = True
     """Engines are not filled entirely, so that groups end sooner."""
+    early_passes: bool = True
+    """A trainer that waits for groups computes log-probabilities of responses that need none."""
 
 
 ORACLE = "oracle"
@@ -137,6 +139,8 @@ class PolicySetup:
     rules: Rules
     wire_share: float
     """Bytes on the wire over the weights' bytes."""
+    works_early: bool
+    """The trainer computes what it can before groups are complete, as ours does and the paper's does not."""
 
 
 def policy_setup(name: str, preset: Preset, switches: Switches) -> PolicySetup:
@@ -162,7 +166,9 @@ def policy_setup(name: str, preset: Preset, switches: Switches) -> PolicySetup:
         prices=Prices(preset.reserved_usd_per_hour, best.usd_per_hour, preset.egress_of(best)),
         policy=_without(known, switches),
     )
-    return PolicySetup(config, rules, FP32_WIRE_SHARE if is_published else preset.assumptions.wire_share)
+    wire_share = FP32_WIRE_SHARE if is_published else preset.assumptions.wire_share
+    works_early = name == RLBOOST.name and switches.early_passes and not preset.workload.turns
+    return PolicySetup(config, rules, wire_share, works_early)
 
 
 def baseline_rules(memory: Mapping[int, float] | None = None, *, has_memory: bool = True) -> Rules:

@@ -61,6 +61,8 @@ class Assumptions:
     forward_passes: float = 6.0
     """Forward passes' worth of work per trained response: in the paper's recipe the old log-probabilities,
     the reference's, and forward, recomputed forward and twice that backward in the update."""
+    early_passes: float = 2.0
+    """Of those, the ones that need only the response, not its group: the log-probabilities."""
     trains_whole_groups: bool = True
     """Micro-batches are made of complete groups, as in our live trainer and the published code; else of
     single responses in the order in which they finish, as the paper says (section 4.1)."""

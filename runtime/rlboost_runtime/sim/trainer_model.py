@@ -7,7 +7,9 @@ steps ahead of the one that it trains, and keeps the GPUs where it has them. Wit
 
 A response costs some forward passes (`Assumptions.forward_passes`). A micro-batch takes whole
 groups, at least `micro_batch_responses` of them and whatever else is ready, up to `MAX_SHARE` of the step,
-so that a recall is answered soon.
+so that a recall is answered soon. A trainer that has the GPUs and waits for groups takes the passes that need
+none meanwhile (`early_passes`), for as many responses at a time; not with in-flight updates, where it hardly
+waits.
 
 A trainer that restarts has nothing of the steps that it had not published. It asks for them again, the oldest
 first, and receives their groups again.
@@ -16,7 +18,7 @@ first, and receives their groups again.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -68,12 +70,17 @@ class TrainerHost(Protocol):
         """Return True if every spot instance serves the newest version that it was ordered to load."""
 
 
-def train_s(preset: Preset, lengths: list[tuple[int, int]]) -> float:
+def train_s(preset: Preset, lengths: Iterable[tuple[int, int]]) -> float:
     """Return the seconds of training (prompt, response) lengths in one micro-batch."""
+    return passes_s(preset, [(*each, preset.assumptions.forward_passes) for each in lengths])
+
+
+def passes_s(preset: Preset, passes: Iterable[tuple[int, int, float]]) -> float:
+    """Return the seconds of a micro-batch of (prompt tokens, response tokens, forward passes)."""
     shape, calibration = preset.reserved, preset.calibration
     rate = preset.reserved_nodes * shape.gpus * shape.gpu.flops * calibration.train_mfu
-    work = sum(preset.model.forward_flops(prompt + tokens) for prompt, tokens in lengths)
-    return preset.assumptions.forward_passes * work / rate + calibration.micro_batch_s
+    work = sum(times * preset.model.forward_flops(prompt + tokens) for prompt, tokens, times in passes)
+    return work / rate + calibration.micro_batch_s
 
 
 @dataclass
@@ -89,8 +96,12 @@ class _Step:
     """Responses that have not arrived."""
     num_left: int = field(init=False)
     """Responses that are not trained."""
-    ready: deque[tuple[int, int]] = field(init=False)
-    """Prompt and response tokens of those that may be trained now."""
+    ready: deque[tuple[int, int, float]] = field(init=False)
+    """Prompt tokens, response tokens and forward passes of those that may be trained now."""
+    early: dict[int, None] = field(init=False)
+    """Those that are finished before their groups, in that order, and have had no pass."""
+    had_early: set[int] = field(init=False)
+    """Those that have had the passes that need no group."""
     carried: list[int] | None = None
     """Tokens of each response when the core closed the step that a former process had asked for."""
 
@@ -111,14 +122,26 @@ class _Step:
         """Go back to when it was asked for."""
         self.num_missing = self.num_left = len(self.requests)
         self.ready = deque()
+        self.early, self.had_early = {}, set()
 
 
 class SimTrainer:
     """One trainer."""
 
     def __init__(
-        self, host: TrainerHost, preset: Preset, seed: int, *, waits_for_weights: bool, weight_bytes: int
+        self,
+        host: TrainerHost,
+        preset: Preset,
+        seed: int,
+        *,
+        waits_for_weights: bool,
+        works_early: bool,
+        weight_bytes: int,
     ) -> None:
+        """`works_early`: it takes what passes it can of responses whose groups are not complete."""
+        assumptions = preset.assumptions
+        waits = assumptions.trains_whole_groups and not preset.workload.in_flight_updates
+        self._early_passes = assumptions.early_passes if works_early and waits else 0.0
         self._steps: deque[_Step] = deque()
         """The one that is trained first; without in-flight updates all but the last have arrived."""
         self._former: deque[_Step] = deque()
@@ -170,13 +193,21 @@ class SimTrainer:
 
     def response_finished(self, response: int) -> None:
         """A response is finished."""
+        asked = next((each for each in self._steps if response in each.responses), None)
+        if asked is None:
+            return
         if not self._preset.assumptions.trains_whole_groups:
-            asked = next((each for each in self._steps if response in each.responses), None)
-            if asked is not None:
-                self._arrived(asked, (response,))
+            self._arrived(asked, (response,))
+        elif self._early_passes and response not in asked.had_early:
+            asked.early[response] = None
+            self._later(0.0, self._try)  # its group may be complete at this very moment
 
     def _arrived(self, step: _Step, responses: Sequence[int]) -> None:
-        step.ready.extend(self._host.responses.lengths_of(response) for response in responses)
+        for response in responses:
+            step.early.pop(response, None)
+            left = self._preset.assumptions.forward_passes
+            left -= self._early_passes if response in step.had_early else 0.0
+            step.ready.append((*self._host.responses.lengths_of(response), left))
         step.num_missing -= len(responses)
         self._try()
         if self._may_ask_ahead():
@@ -273,12 +304,21 @@ class SimTrainer:
         if not self._has_lease or self._is_busy or not self._steps or not self._steps[0].num_left:
             return
         enough, step = self._preset.assumptions.micro_batch_responses, self._steps[0]
-        if len(step.ready) < min(enough, step.num_left):
-            return
         most = max(enough, int(MAX_SHARE * self._preset.workload.responses))
-        batch = [step.ready.popleft() for _ in range(min(most, len(step.ready)))]
-        step.num_left -= len(batch)
-        seconds = train_s(self._preset, batch)
+        if len(step.ready) >= min(enough, step.num_left):
+            batch = [step.ready.popleft() for _ in range(min(most, len(step.ready)))]
+            step.num_left -= len(batch)
+            self._busy(batch)
+        elif len(step.early) >= enough:
+            taken = list(step.early)[:most]
+            step.early = {each: None for each in step.early if each not in set(taken)}
+            step.had_early.update(taken)
+            lengths_of = self._host.responses.lengths_of
+            self._busy([(*lengths_of(each), self._early_passes) for each in taken])
+
+    def _busy(self, passes: list[tuple[int, int, float]]) -> None:
+        """Take so many forward passes of each response."""
+        seconds = passes_s(self._preset, passes)
         self._stop_waiting()
         self._is_busy = True
         self._train_s += seconds

@@ -113,7 +113,12 @@ class World:
         waits_for_weights = not setup.config.policy.loads_any_time
         weight_bytes = round(setup.wire_share * preset.model.weight_bytes)
         self._trainer = SimTrainer(
-            self, preset, seed, waits_for_weights=waits_for_weights, weight_bytes=weight_bytes
+            self,
+            preset,
+            seed,
+            waits_for_weights=waits_for_weights,
+            works_early=setup.works_early,
+            weight_bytes=weight_bytes,
         )
         self._speeds: dict[tuple[MachineShape, float], EngineSpeed] = {}
         self._inbox: deque[Event] = deque()

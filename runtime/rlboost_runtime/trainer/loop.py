@@ -28,7 +28,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 
@@ -55,6 +55,7 @@ from rlboost_runtime.trainer.learn.sample import GroupSelection, Sample
 from rlboost_runtime.trainer.rewards.outcome import require_some_reward
 from rlboost_runtime.trainer.rewards.scorer import RewardScorer
 from rlboost_runtime.trainer.rollout.client import RolloutClient
+from rlboost_runtime.trainer.rollout.early import EarlyResponses
 from rlboost_runtime.trainer.rollout.episodes import StepEpisodes
 from rlboost_runtime.trainer.rollout.evaluation import due, evaluated_rows, evaluation_metrics, prompt_spec
 from rlboost_runtime.trainer.rollout.groups import (
@@ -67,6 +68,7 @@ from rlboost_runtime.trainer.rollout.groups import (
 from rlboost_runtime.trainer.rollout.metrics import (
     MetricsLog,
     choice_metrics,
+    early_metrics,
     group_metrics,
     newer_tokens,
     pick_samples,
@@ -75,6 +77,10 @@ from rlboost_runtime.trainer.rollout.step_stream import Waits
 from rlboost_runtime.trainer.tracking import Block, Trackers
 
 log = logging.getLogger(__name__)
+
+EARLY_SHARE = 1 / 16
+"""Of a step's responses, how many at most have their logprobs computed at once before their groups are
+complete."""
 
 
 @dataclass(slots=True)
@@ -134,6 +140,10 @@ class TrainerLoop:
             "" if self._episodes is None else self._episodes.name,
             lambda: client.version,
         )  # fmt: skip
+        self._early = EarlyResponses(self._scorer.prompt_of)
+        self._works_early = algorithm.early_passes > 0 and episodes is None
+        if self._works_early:
+            client.stream.on_response(self._early.arrived)
         client.stream.on_recall(self._residency.free)
         self._stream = client.stream.on_group(self._scorer.start)
         sends_adapters = self._job.weights.transfer == "lora"
@@ -235,6 +245,7 @@ class TrainerLoop:
         seconds = Seconds()
         started = time.monotonic()
         waited, reward_waited = self._waits(), self._scorer.reward_wait_s
+        early = self._early.num_used
         awake_s, asleep_s = self._residency.awake_s, self._residency.asleep_s
         requested = self._requested.get(step) or self._request(step, step)
         if self._job.algorithm.in_flight_updates:
@@ -255,6 +266,7 @@ class TrainerLoop:
             if not self._stream.holds_lease:
                 self._residency.free()  # engines may load what is announced
         self._requested.remove(step)
+        self._early.forget(step)
         if self._episodes is not None:
             self._episodes.trained(step)
         waits = self._waits() - waited
@@ -267,6 +279,7 @@ class TrainerLoop:
             **(newer_tokens(groups) if self._job.algorithm.in_flight_updates and groups else {}),
             **self._learner.metrics(),
             **choice_metrics(groups, self._job.algorithm),
+            **(early_metrics(groups, self._early.num_used - early) if self._works_early else {}),
             "learning_rate": self._learner.learning_rate(step),
             "prompts_skipped": float(self._source.num_skipped),
             **self._feed.metrics(step),
@@ -398,10 +411,12 @@ class TrainerLoop:
         """Return all waits since this process began."""
         return self._past_waits + self._stream.waits
 
-    def _receive(self, training: int, min_responses: int) -> None:
-        """Receive groups, at least `min_responses` of step `training` or the rest of it; request the next
-        steps where it is time."""
-        for group in self._stream.next_groups(min_responses, training):
+    def _receive(
+        self, training: int, min_responses: int, or_once: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Receive groups, at least `min_responses` of step `training` or the rest of it, or what there is
+        `or_once` there is something else to do; request the next steps where it is time."""
+        for group in self._stream.next_groups(min_responses, training, or_once):
             requested = self._requested.get(group.step)
             assert requested is not None, f"step {group.step} is open"
             requested.arrived.append(group)
@@ -437,6 +452,8 @@ class TrainerLoop:
         ):
             if size:
                 samples = [sample for group in islice(chosen, size) for sample in group]
+                if must_recompute:  # until the first update the training pass itself gives them
+                    samples = [replace(sample, old_logprobs=None, routes=None) for sample in samples]
                 with self._on_gpu(seconds):
                     if self._has_reference and any(each.reference_logprobs is None for each in samples):
                         samples = self._learner.score_reference(samples)
@@ -502,24 +519,50 @@ class TrainerLoop:
         self, requested: RequestedStep[PendingGroup], seconds: Seconds
     ) -> Iterator[PendingGroup]:
         """Yield groups as they finish, waiting for a micro-batch's worth at a time."""
-        given = 0
+        given, step, enough = 0, requested.step, self._job.algorithm.micro_batch_responses
         while given < len(requested.prompts):
-            if given == len(requested.arrived):
-                self._receive(requested.step, self._job.algorithm.micro_batch_responses)
-            arrived = requested.arrived[given:]
+            while given == len(requested.arrived):
+                self._receive(step, enough, lambda: self._early.num_waiting(step) >= enough)
+                if given == len(requested.arrived):
+                    self._score_early(step, seconds)
+            arrived = [self._with_early(group) for group in requested.arrived[given:]]
             given += len(arrived)
             needs_reference = self._job.algorithm.kl is not None  # also of what the loss does not choose
             yield from self._with_reference(arrived, seconds) if needs_reference else arrived
+
+    def _score_early(self, step: int, seconds: Seconds) -> None:
+        """Compute logprobs of responses whose groups are not complete, if some wait for that: as many as are
+        done before a recall is answered."""
+        algorithm = self._job.algorithm
+        most = int(EARLY_SHARE * algorithm.prompts_per_step * algorithm.group_size)
+        if self._early.num_waiting(step):
+            with self._on_gpu(seconds):
+                self._early.score(step, max(algorithm.micro_batch_responses, most), self._early_logprobs)
+
+    def _early_logprobs(self, samples: list[Sample]) -> list[Sample]:
+        algorithm = self._job.algorithm
+        if algorithm.kl is not None:
+            samples = self._learner.score_reference(samples)
+        return self._learner.recompute(samples) if algorithm.recomputes_old_logprobs else samples
+
+    def _with_early(self, group: PendingGroup) -> PendingGroup:
+        """Return a group with the logprobs that its responses had before it was complete."""
+        if not self._works_early or group.prompt.evaluation is not None:
+            return group
+        samples = [sample for response in group.responses for sample in response.samples]
+        return group.with_samples(self._early.completed(group.step, group.group, samples))
 
     def _with_reference(self, arrived: list[PendingGroup], seconds: Seconds) -> list[PendingGroup]:
         """Return the groups with the reference's logprobs: in one pass for all that have arrived, while their
         rewards may still be computed."""
         trained = [each for each in arrived if each.prompt.evaluation is None]
         samples = [sample for each in trained for sample in each.samples()]
-        if not samples:
+        lacking = [sample for sample in samples if sample.reference_logprobs is None]
+        if not lacking:
             return arrived
         with self._on_gpu(seconds):
-            scored = iter(self._learner.score_reference(samples))
+            found = iter(self._learner.score_reference(lacking))
+        scored = (next(found) if sample.reference_logprobs is None else sample for sample in samples)
         return [each if each.prompt.evaluation else each.with_samples(scored) for each in arrived]
 
     def _judged(
@@ -550,8 +593,12 @@ class TrainerLoop:
         self._stream.answer_recall()
 
     def _recompute(self, samples: list[Sample], seconds: Seconds) -> list[Sample]:
+        lacking = [sample for sample in samples if sample.old_logprobs is None]
+        if not lacking:
+            return samples
         with self._on_gpu(seconds):
-            return self._learner.recompute(samples)
+            found = iter(self._learner.recompute(lacking))
+        return [next(found) if sample.old_logprobs is None else sample for sample in samples]
 
 
 def imitated(prompt: Prompt) -> Sample:

@@ -16,6 +16,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -54,6 +55,7 @@ from rlboost_runtime.protocol.messages import (
     AssignMessage,
     Checkpointed,
     DeliverGroupMessage,
+    DeliverResponseMessage,
     Frame,
     GrantLeaseMessage,
     InstanceReadyMessage,
@@ -1007,3 +1009,48 @@ async def test_a_contradictory_frame_costs_the_sender_its_connection_only(tmp_pa
         again = made.agent()
         await again.say(hello())
         assert not (await again.hear(Welcome)).resumed
+
+
+async def test_a_finished_response_comes_before_its_group_to_a_trainer_that_wants_it(tmp_path: Path) -> None:
+    wanted = msgspec.structs.replace(request(), wants_responses=True)
+    async with shell(tmp_path) as made:
+        trainer = made.trainers()
+        agent = await join(made, trainer)
+        await trainer.say(wanted)
+        await agent.hear(WakeMessage)
+        await agent.say(InstanceReadyMessage(0))
+        a, b = [item.assignment for item in (await agent.hear(AssignMessage)).items]
+        await agent.say(frame(0, [(b, 0, [5, 9])], AssignmentEnd(b, "stop")))
+        early = await trainer.hear(DeliverResponseMessage)
+        assert (early.step, early.group, early.place) == (0, 0, 1)
+        assert np.frombuffer(early.response.token_ids, "<i4").tolist() == [5, 9]
+
+        again = made.trainers()  # it was killed, and asks for the same
+        await again.say(TrainerHello(SCHEMA, "job", "boot2"))
+        await again.hear(TrainerWelcome)
+        await again.say(wanted)
+        assert (await again.hear(DeliverResponseMessage)).response == early.response
+        await agent.say(frame(1, [(a, 0, [1, 9])], AssignmentEnd(a, "stop")))
+        group = await again.hear(DeliverGroupMessage)
+        assert texts(group) == [[1, 9], [5, 9]]
+        assert group.responses[1] == early.response
+
+        plain = made.trainers()  # one that wants groups alone is not the other's heir
+        await plain.say(TrainerHello(SCHEMA, "job", "boot3"))
+        await plain.hear(TrainerWelcome)
+        await plain.say(request())
+        assert texts(await plain.hear(DeliverGroupMessage)) == [[1, 9], [5, 9]]
+        assert made.driver.step is not None
+        assert not made.driver.step.request.wants_responses, "the step is the same for both"
+
+
+async def test_a_trainer_that_wants_groups_alone_gets_no_single_response(tmp_path: Path) -> None:
+    async with shell(tmp_path) as made:
+        trainer = made.trainers()
+        agent = await join(made, trainer)
+        a, b = await begin_step(agent, trainer)
+        await agent.say(frame(0, [(b, 0, [5, 9])], AssignmentEnd(b, "stop")))
+        with pytest.raises(TimeoutError):
+            await trainer.hear(DeliverResponseMessage, timeout_s=0.3)
+        await agent.say(frame(1, [(a, 0, [1, 9])], AssignmentEnd(a, "stop")))
+        assert texts(await trainer.hear(DeliverGroupMessage)) == [[1, 9], [5, 9]]

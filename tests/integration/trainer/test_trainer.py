@@ -28,6 +28,7 @@ from rlboost_runtime.job import Job, TinyModel
 from rlboost_runtime.protocol.messages import (
     Checkpointed,
     DeliverGroupMessage,
+    DeliverResponseMessage,
     Evaluated,
     FinishedResponse,
     GrantLeaseMessage,
@@ -89,6 +90,10 @@ class Coordinator:
         self.on_message: Callable[[Message], None] = lambda message: None
         self.refuse_step: int | None = None
         self.quarantine: set[tuple[int, int]] = set()
+        self.early_s: float | None = None
+        """Each response comes so long before its group, with the lease; None: with its group."""
+        self.other_early = False
+        """What comes early has other tokens than what comes with the group."""
         self._run = run
         self._request: StepStartedMessage | None = None
         self._published: int | None = None
@@ -130,11 +135,31 @@ class Coordinator:
                 self.heard.append(message)
                 self.on_message(message)
                 for answer in self._answers(message):
+                    if isinstance(answer, float):
+                        await asyncio.sleep(answer)
+                        continue
                     await connection.send(encode(answer))
         except ConnectionClosed:
             return
 
-    def _answers(self, message: Message) -> list[Message]:
+    def _singly(self) -> list[DeliverResponseMessage]:
+        singles = [
+            DeliverResponseMessage(group.step, group.group, place, response)
+            for group in self._order
+            for place, response in enumerate(group.responses)
+        ]
+        if not self.other_early:
+            return singles
+        other = np.arange(3, dtype="<i4").tobytes()
+        logprobs = np.full(3, -2.0, "<f4").tobytes()
+        return [
+            msgspec.structs.replace(
+                each, response=msgspec.structs.replace(each.response, token_ids=other, logprobs=logprobs)
+            )
+            for each in singles
+        ]
+
+    def _answers(self, message: Message) -> list[Message | float]:
         match message:
             case TrainerHello():
                 return [TrainerWelcome(self._published)]
@@ -151,6 +176,8 @@ class Coordinator:
                 self._order = [self._group(message, group) for group in order]
                 if message.keeps_lease:  # it is made by spot machines, while the one before is trained
                     return self._order
+                if self.early_s is not None:
+                    return [GrantLeaseMessage(step), *self._singly(), self.early_s, *self._order]
                 return [self._order[0], GrantLeaseMessage(step), self._order[1], RecallLeaseMessage(step)]
             case LeaseReturnedMessage():
                 return [GrantLeaseMessage(self._request.step), *self._order[2:]]
@@ -318,6 +345,47 @@ def test_kl_and_schedules_continue_bit_for_bit(tmp_path, where, more):
     assert table[-1]["learning_rate"] == pytest.approx(lines(whole)[-1]["learning_rate"])
 
 
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"old_logprobs": "recompute"}, PPO],
+    ids=["reference", "reference-and-old", "ppo"],
+)
+def test_logprobs_that_are_computed_before_groups_are_complete_train_the_same(tmp_path, more):
+    algorithm = {**JOB["algorithm"], "steps": 2, "kl": {"coef": 0.1}, **more}
+    whole, early, other = (
+        make_run(tmp_path, name, algorithm=algorithm) for name in ("whole", "early", "other")
+    )
+    with Coordinator(whole) as coordinator:
+        coordinator.early_s = 0.0
+        coordinator._singly = list  # everything comes with its group
+        wanted = load_file(go(whole) / "model.safetensors")
+    with Coordinator(early) as coordinator:
+        coordinator.early_s = 1.0
+        found = load_file(go(early) / "model.safetensors")
+        assert all(asked.wants_responses for asked in coordinator.of(StepStartedMessage))
+    with Coordinator(other) as coordinator:  # as after damage of the journal: only the group counts
+        coordinator.early_s, coordinator.other_early = 1.0, True
+        besides = load_file(go(other) / "model.safetensors")
+    assert [line["early_share"] for line in lines(whole)] == [0.0, 0.0]
+    assert all(line["early_share"] > 0 for line in lines(early))
+    assert [line["early_share"] for line in lines(other)] == [0.0, 0.0]
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(besides[name], tensor, rtol=1e-4, atol=1e-6)
+    for name in ("loss", "grad_norm", "reference_kl", "clip_share"):
+        assert [line[name] for line in lines(early)] == pytest.approx(
+            [line[name] for line in lines(whole)], rel=1e-3, abs=1e-6
+        )
+
+
+def test_a_job_without_reference_and_old_logprobs_wants_groups_alone(tmp_path):
+    run = make_run(tmp_path)
+    with Coordinator(run) as coordinator:
+        go(run)
+    assert not any(asked.wants_responses for asked in coordinator.of(StepStartedMessage))
+    assert "early_share" not in lines(run)[0]
+
+
 def test_a_lost_weight_store_is_published_again_under_an_unused_number(tmp_path, quiet):
     run = make_run(tmp_path)
     with Coordinator(run) as coordinator:
@@ -466,6 +534,7 @@ def test_held_out_prompts_are_answered_and_never_trained(tmp_path):
         "prompts_passed_over",
     }  # of a curriculum
     general |= {"lag_kl", "newer_tokens_share"}  # of max_staleness
+    general |= {"early_share"}  # of a reference and of old logprobs
     general |= {"router_aux_loss", "router_replay_moved_share"}  # of a mixture of experts
     general |= episode_metrics([]).keys()
     assert {described(name).name for name in set().union(*table)} == (

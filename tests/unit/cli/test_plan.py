@@ -405,6 +405,17 @@ def test_training_takes_the_passes_that_the_objective_needs(tmp_path: Path) -> N
     assert passes(kl={"coef": 0.001}, minibatches_per_step=4, old_logprobs="recompute") == 6.0, "the paper's"
 
 
+def test_passes_that_need_no_group_are_those_of_logprobs(tmp_path: Path) -> None:
+    def early(**algorithm: Any) -> float:
+        return simulated_job(job(algorithm=algorithm), tmp_path).preset.assumptions.early_passes
+
+    recomputed: dict[str, Any] = {"minibatches_per_step": 4, "old_logprobs": "recompute"}
+    assert early() == 0.0
+    assert early(kl={"coef": 0.001}) == 1.0
+    assert early(kl={"coef": 0.001}, **recomputed) == 2.0
+    assert early(kl={"coef": 0.001}, max_staleness=1, in_flight_updates=True) == 0.0
+
+
 def test_a_job_without_prices_is_planned_in_time_only(home: Path) -> None:
     free = {"infra": "local", "market": MARKET}
     path = home / "free.json"

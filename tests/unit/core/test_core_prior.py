@@ -68,7 +68,7 @@ def test_the_first_step_after_a_like_run_plans_its_window_and_is_faster():
 
 def test_a_like_run_begins_with_the_fleet_that_pays():
     cold, warm = (world(4, prior, 2).recorder.rows for prior in (None, learned()))
-    assert warm[0].useful_instances == warm[-1].useful_instances < cold[0].useful_instances
+    assert warm[0].useful_instances == cold[-1].useful_instances < cold[0].useful_instances
     assert sum(row.usd for row in warm) < sum(row.usd for row in cold)
 
 

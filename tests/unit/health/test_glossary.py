@@ -50,6 +50,7 @@ def written() -> set[str]:
         *keys_in(of_groups, "group_metrics"),
         *keys_in(of_groups, "choice_metrics"),
         *keys_in(of_groups, "newer_tokens"),
+        *keys_in(of_groups, "early_metrics"),
         *keys_in(inspect.getsource(feed), "metrics"),
         *keys_in(inspect.getsource(learner), "_pair_metrics"),
         *keys_in(inspect.getsource(companions), "judged"),

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from rlboost_runtime.errors import ProtocolError, RuntimeFault
@@ -14,6 +15,7 @@ from rlboost_runtime.protocol import session
 from rlboost_runtime.protocol.messages import (
     Checkpointed,
     DeliverGroupMessage,
+    DeliverResponseMessage,
     FinishedResponse,
     GrantLeaseMessage,
     LeaseReturnedMessage,
@@ -560,3 +562,40 @@ def test_all_open_steps_are_requested_again_with_the_lease_as_it_is(coordinator,
     assert hello.holds_lease
     heard = [second.hear() for _ in range(2)]
     assert [(m.step, m.open_from, m.keeps_lease) for m in heard] == [(0, 0, True), (1, 0, True)]
+
+
+def test_responses_come_before_their_group_to_who_wants_them(coordinator, stream):
+    early = []
+    stream.on_response(early.append)
+    connection, _ = coordinator.accept()
+    request(stream)
+    assert connection.hear().wants_responses
+    one = DeliverResponseMessage(0, 1, 0, group(1).responses[0])
+    connection.say(msgspec.structs.replace(one, step=4), one)  # that step is not open
+    eventually(lambda: early == [one])
+    connection.say(GrantLeaseMessage(0))
+    stream.hold_lease()
+    assert stream.next_groups(6, or_once=lambda: bool(early)) == []
+    connection.say(group(1))
+    assert numbers(stream.next_groups(2)) == [1]
+    connection.say(one, group(0), group(2))  # its group is here
+    assert numbers(stream.next_groups(99)) == [0, 2]
+    assert early == [one]
+
+
+def test_without_the_gpu_nothing_else_is_to_be_done(coordinator, stream):
+    stream.on_response(lambda _: None)
+    connection, _ = coordinator.accept()
+    request(stream)
+    asked = []
+    connection.say(DeliverResponseMessage(0, 0, 0, group(0).responses[0]), group(1))
+    assert numbers(stream.next_groups(2, or_once=lambda: asked.append(1) or True)) == [1]
+    assert asked == [], "the lease is not ours"
+
+
+def test_who_wants_groups_alone_is_sent_no_responses(coordinator, stream):
+    connection, _ = coordinator.accept()
+    request(stream)
+    assert not connection.hear().wants_responses
+    connection.say(DeliverResponseMessage(0, 0, 0, group(0).responses[0]), group(0))
+    assert numbers(stream.next_groups(1)) == [0]

@@ -79,6 +79,7 @@ from rlboost_runtime.errors import RuntimeFault
 from rlboost_runtime.logs import event as log_event
 from rlboost_runtime.protocol.messages import (
     DeliverGroupMessage,
+    DeliverResponseMessage,
     FinishedResponse,
     PromptSpec,
     StepStartedMessage,
@@ -244,7 +245,7 @@ class CoreDriver:
         """The newest step's groups that the trainer has asked for and does not have. One that was killed has
         not asked again for all that a step has which was extended."""
         self._outlet = outlet
-        self._observers = tuple(observers)
+        self._observers = list(observers)
         self._keep_journal = keep_journal
         self.tokens_migrated = 0
         """Kept tokens that an instance took over from another, since this process began."""
@@ -257,6 +258,10 @@ class CoreDriver:
         self._snapshots = SnapshotWriter(run.snapshot, snapshot_code(), clock, recovered.num_replayed)
 
     # --- events -------------------------------------------------------------------------------------------
+
+    def add_observer(self, observer: Observer) -> None:
+        """Have one more observer, which itself needs this driver, follow from the next event on."""
+        self._observers.append(observer)
 
     def now(self) -> float:
         """Return the run's time; never before the last event."""
@@ -559,19 +564,33 @@ class CoreDriver:
                     f"the journal does not hold response {response.response} as it was finished",
                     "the coordinator restarts and has it generated again",
                 )
-        return DeliverGroupMessage(
-            step=step.request.step,
-            group=group,
-            responses=tuple(
-                FinishedResponse(
-                    response=response,
-                    token_ids=self.store.token_ids(response),
-                    logprobs=self.store.logprobs(response),
-                    segments=self.store.segments(response),
-                    finish_reason=self.core.response(response).finish_reason or FinishReason.STOP,
-                )
-                for response in step.responses_of(group)
-            ),
+        responses = tuple(map(self._finished_response, step.responses_of(group)))
+        return DeliverGroupMessage(step=step.request.step, group=group, responses=responses)
+
+    def _finished_response(self, response: int) -> FinishedResponse:
+        return FinishedResponse(
+            response=response,
+            token_ids=self.store.token_ids(response),
+            logprobs=self.store.logprobs(response),
+            segments=self.store.segments(response),
+            finish_reason=self.core.response(response).finish_reason or FinishReason.STOP,
+        )
+
+    def finished_early(self, response: int) -> DeliverResponseMessage | None:
+        """Return a response of an open step that is finished before its group; None: it is not such a one."""
+        step = self._step_of(response)
+        if step is None or step.request.are_episodes:
+            return None
+        known = self.core.response(response)
+        if known.finish_reason in (None, FinishReason.QUARANTINED):
+            return None
+        siblings = step.responses_of(known.group)
+        is_complete = all(self.core.response(each).finish_reason is not None for each in siblings)
+        if is_complete or not self._holds(step, known):
+            return None
+        place = response - siblings.start
+        return DeliverResponseMessage(
+            step.request.step, known.group, place, self._finished_response(response)
         )
 
     # --- restart ------------------------------------------------------------------------------------------

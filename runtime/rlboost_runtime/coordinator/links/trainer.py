@@ -1,11 +1,12 @@
-"""The trainer's side of the coordinator: step requests in, finished groups and the GPU lease out."""
+"""The trainer's side of the coordinator: step requests in, finished groups and the GPU lease out, and single
+responses before their group where the trainer wants them."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -14,6 +15,10 @@ from rlboost_runtime.coordinator.driver.core_driver import CoreDriver
 from rlboost_runtime.coordinator.links.weights import WeightTracker
 from rlboost_runtime.coordinator.observers.steps import ReservedMeter, StepWarnings
 from rlboost_runtime.core.base.messages import (
+    FIRST_REQUEST,
+    Command,
+    Event,
+    Finished,
     GrantLease,
     LeaseReturned,
     RecallLease,
@@ -21,6 +26,7 @@ from rlboost_runtime.core.base.messages import (
     TrainerLost,
     VersionPublished,
 )
+from rlboost_runtime.core.core import Core
 from rlboost_runtime.core.lease_controller import LeaseState
 from rlboost_runtime.errors import ProtocolError
 from rlboost_runtime.health.monitor import HealthMonitor
@@ -59,6 +65,7 @@ class TrainerLink:
     ) -> None:
         """`reserved` must observe the core. `is_market_ours`: see `HealthMonitor`."""
         self._driver = driver
+        driver.add_observer(self)
         self._ledger = ledger
         self._clock = clock
         self._weights = weights
@@ -67,7 +74,7 @@ class TrainerLink:
         self._outgoing: deque[wire.Message] = deque()
         self._wake = asyncio.Event()
         self._generation = 0
-        self._resumes_lease = self._has_requested = False
+        self._resumes_lease = self._has_requested = self._wants_responses = False
         self._asked: wire.StepStartedMessage | None = None
         """What was requested last on this connection."""
         self._last_trained = max((record.step for record in ledger.steps()), default=-1)
@@ -83,6 +90,18 @@ class TrainerLink:
     def deliver(self, group: wire.DeliverGroupMessage) -> None:
         """Hand over a finished group; without a trainer it is delivered on the next request."""
         self._send(group)
+
+    def observe(self, event: Event, commands: Sequence[Command], core: Core) -> None:
+        """Hand over a response that is finished before its group, if the trainer wants that."""
+        if isinstance(event, Finished) and event.response < FIRST_REQUEST:
+            self._deliver_early((event.response,))
+
+    def _deliver_early(self, responses: Iterable[int]) -> None:
+        if not (self.connected and self._has_requested and self._wants_responses):
+            return
+        for early in map(self._driver.finished_early, responses):
+            if early is not None:
+                self._send(early)
 
     def lease(self, command: GrantLease | RecallLease) -> None:
         """Grant the GPU to the trainer, or recall it."""
@@ -180,8 +199,9 @@ class TrainerLink:
         driver = self._driver
         _check(request, driver.core.newest_version)
         keeps_lease, open_from = request.keeps_lease, request.open_from
+        self._wants_responses = request.wants_responses
         # What is not part of what is requested: it may differ when that is requested again.
-        request = msgspec.structs.replace(request, keeps_lease=False, open_from=None)
+        request = msgspec.structs.replace(request, keeps_lease=False, open_from=None, wants_responses=False)
         resumes, self._resumes_lease = self._resumes_lease, False
         generation = self._generation
 
@@ -199,8 +219,12 @@ class TrainerLink:
             self.lease(GrantLease(request.step))
             if driver.core.lease is LeaseState.RECALLING:
                 self.lease(RecallLease(request.step))
+            self._deliver_early(driver.step.all_responses())
             return
         await driver.open_step(request, keeps_lease=keeps_lease, open_from=open_from, on_open=on_open)
+        step = driver.open_step_of(request.step)
+        if step is not None and generation == self._generation:  # what was finished before it asked
+            self._deliver_early(step.all_responses())
 
     def _requested(self, request: wire.StepStartedMessage) -> None:
         """The core is about to learn of the trainer's request: groups and leases are for that one from now

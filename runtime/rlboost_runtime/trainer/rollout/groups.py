@@ -273,6 +273,11 @@ class GroupScorer:
         kept = {number: each for number, each in self._expected.items() if oldest <= number < step}
         self._expected = kept | {step: (policy_version, prompts)}
 
+    def prompt_of(self, step: int, group: int) -> Prompt | None:
+        """Return the prompt of a group of an expected step; None for any other. From any thread."""
+        _, prompts = self._expected.get(step, (0, ()))
+        return prompts[group] if 0 <= group < len(prompts) else None
+
     def start(self, group: DeliverGroupMessage) -> PendingGroup:
         """Check the group and start to score it. Raises `ProtocolError` for an invalid group."""
         step, where = group.step, f"group {group.group} of step {group.step}"

@@ -28,6 +28,11 @@ from rlboost_runtime.trainer.rewards.outcome import Reward, failure_metrics
 from rlboost_runtime.trainer.rollout.groups import ScoredGroup, ScoredResponse
 
 
+def early_metrics(groups: Sequence[ScoredGroup], num_early: int) -> dict[str, float]:
+    """Return the share of the responses that had logprobs before their groups were complete."""
+    return {"early_share": num_early / max(1, sum(len(group.responses) for group in groups))}
+
+
 def newer_tokens(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     """Return what share of a step's tokens is of versions that were published while it was rolled out."""
     responses = [response for group in groups for response in group.responses]

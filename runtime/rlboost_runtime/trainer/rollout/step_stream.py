@@ -38,6 +38,7 @@ from rlboost_runtime.protocol.messages import (
     SCHEMA,
     Checkpointed,
     DeliverGroupMessage,
+    DeliverResponseMessage,
     EpisodeEnded,
     Evaluated,
     GrantLeaseMessage,
@@ -111,6 +112,7 @@ class StepStream(Generic[Group]):
         self._run = run
         self._boot_id = secrets.token_hex(8)
         self._on_group: Callable[[DeliverGroupMessage], Any] | None = None
+        self._on_response: Callable[[DeliverResponseMessage], None] | None = None
         self._on_recall: Callable[[], None] | None = None
 
         self._changed = threading.Condition()  # guards everything below
@@ -172,6 +174,12 @@ class StepStream(Generic[Group]):
         self._on_group = start
         return cast("StepStream[Made]", self)
 
+    def on_response(self, take: Callable[[DeliverResponseMessage], None]) -> None:
+        """Have `take` called with each response that is finished before its group, as soon as it arrives; it
+        comes again with its group. Call this before the first `request_step`. `take` is called on
+        the stream's own thread and must be quick."""
+        self._on_response = take
+
     def on_opened(self, play: Callable[[int], None]) -> None:
         """Have `play` called with the number of the first response once a step of episodes is open, and again
         after a reconnect; on the stream's own thread, so it must be quick."""
@@ -221,7 +229,7 @@ class StepStream(Generic[Group]):
         """
         request = StepStartedMessage(
             step, policy_version, tuple(prompts), group_size, max_response_tokens, tuple(stop_token_ids),
-            keep_lease, are_episodes, in_flight_updates, open_from,
+            keep_lease, are_episodes, in_flight_updates, open_from, self._on_response is not None,
         )  # fmt: skip
         with self._changed:
             self.waits = Waits()
@@ -331,12 +339,18 @@ class StepStream(Generic[Group]):
         with self._changed:
             return self._lease
 
-    def next_groups(self, min_responses: int = 1, step: int | None = None) -> list[Group]:
+    def next_groups(
+        self,
+        min_responses: int = 1,
+        step: int | None = None,
+        or_once: Callable[[], bool] = lambda: False,
+    ) -> list[Group]:
         """Return everything that arrived, once that is at least `min_responses` of `step`, or the rest of it;
-        None: the one that was requested last.
+        None: the one that was requested last. Or once there is something else to do with the GPU, which is
+        ours: `or_once` is asked whenever something arrives.
 
-        Returns [] only when all groups of that step have been returned. Answers recalls meanwhile. Raises
-        what ended the stream.
+        Else returns [] only when all groups of that step have been returned. Answers recalls meanwhile.
+        Raises what ended the stream.
         """
 
         def enough() -> bool:
@@ -346,7 +360,9 @@ class StepStream(Generic[Group]):
             arrived = [each for each in self._groups if each.step == request.step]
             if sum(each.num_responses for each in arrived) >= min_responses:
                 return True
-            return self._num_returned[request.step] + len(arrived) >= len(request.prompts)
+            if self._num_returned[request.step] + len(arrived) >= len(request.prompts):
+                return True
+            return self._lease and or_once()
 
         self._wait(enough, for_lease=False)
         with self._changed:
@@ -427,6 +443,8 @@ class StepStream(Generic[Group]):
         match command:
             case DeliverGroupMessage():
                 self._on_group_done(command)
+            case DeliverResponseMessage():
+                self._on_early(command)
             case StepOpened(step=step, first_response=first_response):
                 with self._changed:
                     is_current = self._is_current(step)
@@ -463,6 +481,15 @@ class StepStream(Generic[Group]):
             if self._requested(group.step) is not None:  # `request_step` may have come meanwhile
                 self._groups.append(_Arrived(group.step, len(group.responses), cast("Group", made)))
                 self._changed.notify_all()
+
+    def _on_early(self, early: DeliverResponseMessage) -> None:
+        with self._changed:
+            is_late = (early.step, early.group) in self._seen
+            if self._on_response is None or is_late or self._requested(early.step) is None:
+                return
+        self._on_response(early)
+        with self._changed:
+            self._changed.notify_all()
 
     def _is_current(self, step: int) -> bool:
         """Return True for the requested step; the coordinator then has all that was sent before it. Of a step
