@@ -16,6 +16,7 @@ from benchmarks.shells.engine import STOP, context, extended, next_token
 from rlboost_runtime.protocol.messages import (
     SCHEMA,
     DeliverGroupMessage,
+    DeliverResponseMessage,
     FinishedResponse,
     GrantLeaseMessage,
     LeaseReturnedMessage,
@@ -140,6 +141,7 @@ class PlayedTrainer:
             (STOP,),
             in_flight_updates=self._trained.in_flight_updates,
             open_from=self._step if self._trained.in_flight_updates else None,
+            wants_responses=True,
         )
         self._groups.setdefault(step, {})
         self._said_before = len(self._reports)
@@ -203,6 +205,8 @@ class PlayedTrainer:
                 self._check(command)
                 self._groups[step].setdefault(group, command)
                 self._ask_ahead()
+            case DeliverResponseMessage(step=step, group=group, response=response) if step in self._asked:
+                self._check_response(step, group, response)
             case GrantLeaseMessage(step=step) if step == newest:
                 self._holds_lease = True
             case RecallLeaseMessage(step=step) if step == newest and self._holds_lease:
@@ -221,24 +225,25 @@ class PlayedTrainer:
         if known is not None and _tokens(known) != _tokens(group):
             broken.append(f"{where}: delivered twice, differently")
         for response in group.responses:
-            broken += [
-                f"{where}, response {response.response}: {problem}"
-                for problem in self._problems(group, response)
-            ]
+            self._check_response(group.step, group.group, response)
 
-    def _problems(self, group: DeliverGroupMessage, response: FinishedResponse) -> Iterator[str]:
+    def _check_response(self, step: int, group: int, response: FinishedResponse) -> None:
+        self._trained.broken += [
+            f"step {step} group {group}, response {response.response}: {problem}"
+            for problem in self._problems(step, group, response)
+        ]
+
+    def _problems(self, step: int, group: int, response: FinishedResponse) -> Iterator[str]:
         """Yield what is wrong with a response: each token follows from its version and all before it."""
         tokens = array("i", response.token_ids).tolist()
-        asked = self._asked[group.step].policy_version
+        asked = self._asked[step].policy_version
         versions = [segment.policy_version for segment in response.segments]
         newest = self._step if self._trained.in_flight_updates else asked
         if any(not asked <= version <= newest for version in versions):
             yield f"tokens of versions {versions} instead of {asked} to {newest}"
         expected: list[int] = []
         for segment in response.segments:
-            state = context(
-                segment.policy_version, (*prompt_of(group.step, group.group), *tokens[: len(expected)])
-            )
+            state = context(segment.policy_version, (*prompt_of(step, group), *tokens[: len(expected)]))
             for _ in range(segment.num_tokens):
                 expected.append(next_token(state))
                 state = extended(state, expected[-1])

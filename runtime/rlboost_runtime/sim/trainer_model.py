@@ -311,7 +311,8 @@ class SimTrainer:
             self._busy(batch)
         elif len(step.early) >= enough:
             taken = list(step.early)[:most]
-            step.early = {each: None for each in step.early if each not in set(taken)}
+            for response in taken:
+                del step.early[response]
             step.had_early.update(taken)
             lengths_of = self._host.responses.lengths_of
             self._busy([(*lengths_of(each), self._early_passes) for each in taken])
