@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rlboost_runtime.sim import Switches, presets, simulate
+from rlboost_runtime.sim.presets import DRAFT_TOKENS, SUFFIX_ACCEPTED_LENGTH
 from rlboost_runtime.traces import Trace, load_trace, sample_nodes
 
 WINDOW_S = 7_200.0
@@ -34,6 +35,8 @@ ASYNCHRONOUS: dict[str, dict[str, Any]] = {
     " in flight": {"max_staleness": 1, "in_flight_updates": True},
 }
 """What may follow a policy's name: the job's settings with which it is run."""
+WITH_DRAFTS = " with drafts"
+"""What may follow these: engines decode speculatively, with the published accepted length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,12 @@ def simulate_window(preset: str, market: Trace, policy: str) -> dict[str, object
     """Simulate a policy on two hours of a market; return the run's figures."""
     began = time.process_time()
     played = presets()[preset]
+    if policy.endswith(WITH_DRAFTS):
+        policy = policy.removesuffix(WITH_DRAFTS)
+        drafting = replace(
+            played.assumptions, draft_tokens=DRAFT_TOKENS, accepted_length=SUFFIX_ACCEPTED_LENGTH
+        )
+        played = replace(played, assumptions=drafting)
     for ending, settings in ASYNCHRONOUS.items():
         if policy.endswith(ending):
             policy = policy.removesuffix(ending)

@@ -31,11 +31,13 @@ from rlboost_runtime.fit.shape import KNOWN_MODELS, TransformerShape, find_shape
 from rlboost_runtime.job import CloudOffer, Job, LocalOffer, SshOffer, TinyModel
 from rlboost_runtime.job.rollout import num_devices
 from rlboost_runtime.sim.presets import (
+    DRAFT_TOKENS,
     GBIT,
     GPUS,
     MODELS,
     RESERVED_8_H100,
     SPOT_2_H100,
+    SUFFIX_ACCEPTED_LENGTH,
     Assumptions,
     GpuType,
     MachineShape,
@@ -103,6 +105,11 @@ def simulated_job(job: Job, folder: Path) -> SimulatedJob:
         notes.append(
             f"a machine pulls the model's {preset.model.weight_bytes / 1e9:,.1f} GB once, then adapters of"
             f" {adapters / 1e9:,.2f} GB per version"
+        )
+    if preset.assumptions.draft_tokens:
+        notes.append(
+            f"a decode step with drafts is assumed to bring {preset.assumptions.accepted_length:.1f} tokens,"
+            " and drafts are used where that is faster"
         )
     startup_s = _startup_s(job, preset)
     preset, boot = _with_boots(job, preset)
@@ -192,6 +199,8 @@ def _preset(job: Job, model: ModelShape, machines: _Machines, head: float | None
         micro_batch_responses=job.algorithm.micro_batch_responses,
         forward_passes=_forward_passes(job),
         early_passes=float(job.algorithm.early_passes),
+        draft_tokens=0 if engine.speculative is None else DRAFT_TOKENS,
+        accepted_length=1.0 if engine.speculative is None else SUFFIX_ACCEPTED_LENGTH,
     )
     preset = Preset(
         name=job.name,

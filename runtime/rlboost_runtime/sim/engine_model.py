@@ -7,6 +7,10 @@ admitted at tick a with r tokens to go ends at tick a + r. Between two changes o
 
 seconds, b sequences holding kv tokens at the first of them. Nothing is done per token.
 
+With drafts (speculative decoding) a step computes d further tokens of each sequence, reads weights and caches
+once, and brings a tokens in the mean: the seconds of a token are those of such a step over a. They are used
+where that is faster, as live engines measure it (`engines.vllm.drafts`).
+
 Rules, as of vLLM and SGLang: first come, first served; a sequence is admitted while its context and some
 headroom for every running one fit (an empty engine takes any); a prefill holds up decoding; when the KV
 cache is full the youngest goes back to the queue, keeps its tokens and pays a prefill again.
@@ -49,15 +53,31 @@ class EngineSpeed:
     """KV tokens kept free per running sequence at an admission."""
     max_running: int
     """Sequences decoded at once at most."""
+    draft_tokens: int = 0
+    """Tokens that a decode step proposes for each sequence; 0: none."""
+    accepted_length: float = 1.0
+    """Tokens of a step with drafts, in the mean: what is accepted and the one that is sampled in any case."""
 
     def base_s(self, batch: int) -> float:
         """Return the part of a decode step that does not depend on the contexts."""
         return max(self.weights_s, self.sequence_s * batch) + self.fixed_s
 
+    def pace(self, batch: int, contexts: int) -> tuple[float, float]:
+        """Return the seconds for one more token of each sequence, and those besides for each token of their
+        contexts; with drafts if `contexts` are read faster so."""
+        plain = self.base_s(batch)
+        if not self.draft_tokens:
+            return plain, self.kv_token_s
+        drafted = self.base_s(batch * (1 + self.draft_tokens)) / self.accepted_length
+        kv_token_s = self.kv_token_s / self.accepted_length
+        is_faster = drafted + kv_token_s * contexts < plain + self.kv_token_s * contexts
+        return (drafted, kv_token_s) if is_faster else (plain, self.kv_token_s)
+
     @property
     def work_rate(self) -> float:
         """Contexts decoded per second at best, in token-steps: a full KV cache in each decode step."""
-        return self.kv_tokens / (self.base_s(1) + self.kv_token_s * self.kv_tokens)
+        token_s, kv_token_s = self.pace(1, self.kv_tokens)
+        return self.kv_tokens / (token_s + kv_token_s * self.kv_tokens)
 
     def prefill_s(self, tokens: int) -> float:
         """Return the time to compute the KV cache of `tokens`."""
@@ -92,6 +112,8 @@ def engine_speed(
         kv_tokens=int(free_bytes / model.kv_bytes_per_token),
         headroom_tokens=calibration.growth_headroom_tokens,
         max_running=assumptions.max_running,
+        draft_tokens=assumptions.draft_tokens,
+        accepted_length=assumptions.accepted_length,
     )
 
 
@@ -316,15 +338,17 @@ class EngineModel:
     def _duration(self, ticks: int) -> float:
         batch = self.num_running
         contexts = ticks * self.kv_used + batch * ticks * (ticks - 1) / 2.0
-        return ticks * self.speed.base_s(batch) + self.speed.kv_token_s * contexts
+        token_s, kv_token_s = self.speed.pace(batch, self.kv_used)
+        return ticks * token_s + kv_token_s * contexts
 
     def _ticks_within(self, seconds: float) -> int:
         """Return the whole decode steps that fit: the root of the quadratic that `_duration` is."""
         if seconds <= 0:
             return 0
-        batch, speed = self.num_running, self.speed
-        square = speed.kv_token_s * batch / 2.0
-        linear = speed.base_s(batch) + speed.kv_token_s * self.kv_used - square
+        batch = self.num_running
+        token_s, kv_token_s = self.speed.pace(batch, self.kv_used)
+        square = kv_token_s * batch / 2.0
+        linear = token_s + kv_token_s * self.kv_used - square
         root = 2.0 * seconds / (linear + math.sqrt(linear * linear + 4.0 * square * seconds))
         ticks = int(root)
         while ticks and self._duration(ticks) > seconds + SLACK_S:

@@ -78,7 +78,8 @@ def work_of(lengths: StepLengths) -> float:
 def alone_s(speed: EngineSpeed, prompt: int, tokens: int) -> float:
     """Return how long one response takes on an engine of its own, its first prefill left out."""
     contexts = tokens * prompt + tokens * (tokens - 1) / 2.0
-    return tokens * speed.base_s(1) + speed.kv_token_s * contexts
+    token_s, kv_token_s = speed.pace(1, prompt + tokens)
+    return tokens * token_s + kv_token_s * contexts
 
 
 def simulate_oracle(preset: Preset, trace: Trace, seed: int, hours: float) -> SimResult:

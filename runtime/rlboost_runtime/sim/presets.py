@@ -56,6 +56,10 @@ class Assumptions:
     max_running: int = 256
     """Sequences that an engine decodes at once: `max_num_seqs` and `max-running-requests` of the authors'
     scripts for 8B."""
+    draft_tokens: int = 0
+    """Tokens that engines propose for each sequence in a decode step (speculative decoding); 0: none."""
+    accepted_length: float = 1.0
+    """Tokens of a step with drafts, in the mean: `SUFFIX_ACCEPTED_LENGTH` for drafts from earlier text."""
     micro_batch_responses: int = 16
     """`min_stream_batch_size` of the authors' scripts."""
     forward_passes: float = 6.0
@@ -97,6 +101,12 @@ class Assumptions:
     length_group_share: float = 0.4
     """Share of the logarithm's variance that the responses of one prompt have in common."""
 
+
+DRAFT_TOKENS = 4
+"""As our vLLM engines propose (`engines.vllm.command`)."""
+SUFFIX_ACCEPTED_LENGTH = 1.7
+"""Published for suffixes of a response's own text, with those of 15 siblings 2.53 (Seer, arXiv
+2511.14617)."""
 
 PAPER_CALIBRATION = Calibration(
     decode_bandwidth_share=0.811,

@@ -33,6 +33,7 @@ from rlboost_runtime.billing.ledger import Ledger
 from rlboost_runtime.billing.planned import PlannedParts, keep_plan, kept_plan
 from rlboost_runtime.billing.report import compared
 from rlboost_runtime.coordinator.status import OnDemand
+from rlboost_runtime.engines.vllm.command import NUM_DRAFT_TOKENS
 from rlboost_runtime.job import Job
 from rlboost_runtime.job.file.load import load_job
 from rlboost_runtime.run.create import prepare_run
@@ -403,6 +404,21 @@ def test_training_takes_the_passes_that_the_objective_needs(tmp_path: Path) -> N
     assert passes() == 4.0
     assert passes(kl={"coef": 0.001}) == 5.0
     assert passes(kl={"coef": 0.001}, minibatches_per_step=4, old_logprobs="recompute") == 6.0, "the paper's"
+
+
+def test_drafts_are_simulated_and_what_they_bring_is_said_to_be_assumed(tmp_path: Path) -> None:
+    cloud = {"infra": "aws/us-east-1", "accelerators": "H100:2"}
+
+    def planned(**engine_args: Any) -> Any:
+        rollout = {"engine": "vllm", "engine_args": engine_args, "spot": {"any_of": [cloud]}}
+        return simulated_job(job(model="Qwen/Qwen3-8B", rollout=rollout), tmp_path)
+
+    plain, drafting = planned(), planned(speculative="suffix")
+    assert plain.preset.assumptions.draft_tokens == 0
+    assert drafting.preset.assumptions.draft_tokens == NUM_DRAFT_TOKENS, "as live"
+    assert [note for note in drafting.notes if note not in plain.notes] == [
+        "a decode step with drafts is assumed to bring 1.7 tokens, and drafts are used where that is faster"
+    ]
 
 
 def test_passes_that_need_no_group_are_those_of_logprobs(tmp_path: Path) -> None:

@@ -124,6 +124,36 @@ def test_a_large_batch_is_bound_by_its_matrix_products() -> None:
     assert SPEED.base_s(10) == pytest.approx(0.021)
 
 
+DRAFTING = replace(SPEED, draft_tokens=4, accepted_length=1.7)
+
+
+def test_drafts_make_a_small_batch_as_much_faster_as_they_are_accepted() -> None:
+    def decoding_s(speed: EngineSpeed) -> float:
+        engine = EngineModel(speed)
+        engine.submit(sequence(1, prompt=100, goal=300))
+        return run(engine, 1e6)[0][0] - speed.prefill_s(100)
+
+    assert decoding_s(DRAFTING) == pytest.approx(decoding_s(SPEED) / 1.7, abs=1e-5)
+
+
+def test_drafts_are_off_where_a_batch_is_bound_by_its_matrix_products() -> None:
+    assert DRAFTING.pace(10, 500) == SPEED.pace(10, 500) == (SPEED.base_s(10), SPEED.kv_token_s)
+    jobs = [(key, 10, 40) for key in range(10)]  # all end at once
+    found = []
+    for speed in (SPEED, DRAFTING):
+        engine = EngineModel(speed)
+        for job in jobs:
+            engine.submit(sequence(*job))
+        found.append(run(engine, 1e6))
+    assert found[0] == found[1]
+
+
+def test_long_contexts_make_drafts_pay_in_a_larger_batch() -> None:
+    assert DRAFTING.pace(10, 500) == SPEED.pace(10, 500)
+    assert DRAFTING.pace(10, 50_000) != SPEED.pace(10, 50_000)
+    assert DRAFTING.work_rate == pytest.approx(1.7 * SPEED.work_rate)
+
+
 def test_an_aborted_response_keeps_its_tokens_and_pays_a_prefill_elsewhere() -> None:
     one, other = EngineModel(SPEED), EngineModel(SPEED)
     one.submit(sequence(1, prompt=10, goal=1_000))
