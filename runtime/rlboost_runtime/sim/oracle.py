@@ -82,8 +82,11 @@ def alone_s(speed: EngineSpeed, prompt: int, tokens: int) -> float:
     return tokens * token_s + kv_token_s * contexts
 
 
-def simulate_oracle(preset: Preset, trace: Trace, seed: int, hours: float) -> SimResult:
-    """Return what steps of the shortest possible time would make of the first `hours` of a trace."""
+def simulate_oracle(
+    preset: Preset, trace: Trace, seed: int, hours: float, *, engine_share: float = 1.0
+) -> SimResult:
+    """Return what steps of the shortest possible time would make of the first `hours` of a trace. Engines do
+    `engine_share` of the most that they could."""
     fleet = _Fleet.of(preset)
     machines = [(at, min(fleet.limit, count)) for at, count in trace.capacity_steps]
     rows: list[StepRow] = []
@@ -91,6 +94,7 @@ def simulate_oracle(preset: Preset, trace: Trace, seed: int, hours: float) -> Si
     while True:
         lengths = draw_lengths(preset.workload, preset.assumptions, seed, len(rows))
         demand = _demand(preset, fleet, lengths)
+        demand = replace(demand, work=demand.work / engine_share)
         ahead = _from(machines, now)
         seconds = oracle_step_s(demand, [(at, count * fleet.rate) for at, count in ahead])
         if rows and now + seconds > hours * 3600.0:

@@ -47,10 +47,19 @@ def test_what_an_engine_runs_at_once_follows_from_its_report(new_run) -> None:
 
 
 def test_a_fill_limit_leaves_room(new_run) -> None:
-    run = new_run(policy=replace(PLAIN, fill_limit=0.5))
+    run = new_run(policy=replace(PLAIN, fill_limit=0.5), max_spot_instances=1)
     run.publish()
     run.spot("a", max_running=99, kv_tokens=100)
     assert len(run.assigned(run.step(groups=9, prompt=10, limit=100))) == 2  # 10 + 50 / 4: 22 each
+
+
+@pytest.mark.parametrize(("most_spot", "placed"), [(4, 2), (0, 4)])
+def test_a_run_without_spot_instances_fills_its_engines(new_run, most_spot: int, placed: int) -> None:
+    run = new_run(policy=replace(PLAIN, fill_limit=0.5), max_spot_instances=most_spot, reserved_instances=1)
+    run.publish()
+    run.reserved(max_running=99, kv_tokens=100)
+    run.step(groups=9, prompt=10, limit=100)
+    assert len(run.assigned(run.ready("head-0"))) == placed  # 22 tokens each
 
 
 def two_groups(new_run, slots: int, **rules: bool):

@@ -6,8 +6,10 @@ Algorithm 2).
   with the fewest tokens goes first (`SchedulingPolicy.least_first`): it has most to come. The paper's and the
   baselines' rule is the contrary, continuations before fresh ones and the longest first.
 - An instance is filled up to `SchedulingPolicy.fill_limit`: a full one generates the most, but each of its
-  responses, and so its groups, end later. Where a cache holds only a few responses at their limit, all of
-  their growth is booked: with few of them it does not even out, and an engine that preempts computes twice.
+  responses, and so its groups, end later. In a run without spot instances it is filled whole: the trainer
+  has the GPUs once all responses are finished, whichever group ends first. Where a cache holds only a few
+  responses at their limit, all of their growth is booked: with few of them it does not even out, and an
+  engine that preempts computes twice.
 - The emptiest instance by booked KV share gets the next response, unless one that has a sibling's prompt in
   its cache is at most `affinity_slack` fuller. At a step's begin no instance is filled more than all will be
   once those that still load its version are there.
@@ -83,7 +85,7 @@ class Dispatcher:
         self._expected_tokens: float | None = None
         self._steps = OpenSteps()
         self._by_group = config.policy.nearest_group_first
-        self._fill_limit = config.policy.fill_limit
+        self._fill_limit = config.policy.fill_limit if config.max_spot_instances else 1.0
         self._fits_small_caches = config.policy.fits_small_caches
         self.queue = WaitingQueue(least_first=config.policy.least_first)
         self.fills_fairly = config.policy.fills_fairly
