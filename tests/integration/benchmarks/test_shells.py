@@ -25,7 +25,7 @@ from rlboost_runtime.supervisor import supervisor
 from rlboost_runtime.supervisor.supervisor import Supervisor
 
 pytestmark = pytest.mark.integration
-SWEEP = 12
+SWEEP = 20
 FIND_WITHIN = 500
 """Seeds within which a planted bug must show."""
 
@@ -121,7 +121,8 @@ def test_a_machine_that_is_not_ended_is_found(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(FleetController, "end_all", end_nothing)
     assert live(0).broken == [], "the supervisor ends what the coordinator left"
     monkeypatch.setattr(Supervisor, "_try_to_end_machines", lambda self: None)
-    assert "still running" in first_broken()
+    found = first_broken()  # at the run's end, or in its bill
+    assert "still running" in found or "open in the ledger" in found
 
 
 def test_a_supervisor_that_takes_over_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
