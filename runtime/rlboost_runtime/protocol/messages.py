@@ -9,8 +9,8 @@ carries `SCHEMA`:
 - agent (`/v1/agent`): `AgentHello` -> `Welcome` | `Refused`; then `Frame`, `HeartbeatMessage`,
   `InstanceReadyMessage`, ... up and `Ack`, `AssignMessage`, `AbortMessage`, `LoadVersionMessage`, ... down.
 - trainer (`/v1/trainer`): `TrainerHello` -> `TrainerWelcome`; then `StepStartedMessage`,
-  `VersionPublishedMessage`, `StepTrainedMessage`, ... up and `DeliverGroupMessage`, `GrantLeaseMessage`,
-  `RecallLeaseMessage` down.
+  `VersionPublishedMessage`, `StepTrainedMessage`, ... up and `DeliverGroupMessage`,
+  `DeliverResponseMessage` (to a trainer that asks for it), `GrantLeaseMessage`, `RecallLeaseMessage` down.
 - endpoint (`/v1/requests`): `EndpointHello` -> `EndpointWelcome`; then `GenerateMessage`, `WithdrawMessage`
   up and `TokensMessage` down.
 

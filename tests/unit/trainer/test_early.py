@@ -65,7 +65,12 @@ def test_only_so_many_of_the_step_that_is_trained_are_scored() -> None:
     for place in range(3):
         responses.arrived(early(place, [2]))
     sizes: list[int] = []
-    responses.score(0, 2, lambda samples: sizes.append(len(samples)) or scored(samples))  # type: ignore[func-returns-value]
+
+    def score(samples: list[Sample]) -> list[Sample]:
+        sizes.append(len(samples))
+        return scored(samples)
+
+    responses.score(0, 2, score)
     assert sizes == [2]
     assert (responses.num_waiting(0), responses.num_waiting(1)) == (1, 1)
 
